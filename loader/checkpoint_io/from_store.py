@@ -1,9 +1,9 @@
 """Read the tensors of a checkpoint from a store.
 
 The checkpoint is either a folder of weights files (`FromDisk`) or a checkpoint that exists in the
-store only (`FromStore`). The store verifies the bytes that it returns against their digest, leaf by
-leaf (2 MiB). If the store cannot return the bytes intact, a folder's own files are read instead. A
-stored checkpoint has no such files, so its load fails.
+store only (`FromStore`). The store verifies the bytes that it returns, leaf by leaf (2 MiB). If the
+store cannot return the bytes of a tensor intact, they are read from the folder's own files. A
+checkpoint that exists in the store only has no other files, so its load fails.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 def store_behind(config: TensorDedupConfig) -> LocalStore | None:
-    """Open the store that `config` names; return None if it names none or it cannot be opened.
+    """Open the store that `config` names, and return it, or None.
 
-    A store that cannot be opened is logged, and the load then reads the checkpoint's files only.
+    Returns None if `config` names no store, or if the store cannot be opened. The failure to open
+    it is logged, and the load then reads only the checkpoint's files.
     """
     if config.store is None:
         return None
@@ -53,24 +54,37 @@ def store_behind(config: TensorDedupConfig) -> LocalStore | None:
 
 
 class OpenCheckpoint(Protocol):
-    """A checkpoint whose weights files one load opens and reads. Close it after the last read."""
+    """An interface to the weights files of a checkpoint, for one load.
+
+    Call `close` after the last read.
+    """
 
     @property
     def bytes_from_store(self) -> int:
         """The number of bytes read from a store so far."""
 
     def open(self, path: Path) -> SourceFile:
-        """Open the weights file at `path`, which the caller closes; raise as `SourceFile` does."""
+        """Open the weights file at `path` and return it; the caller closes it.
+
+        Raises:
+            FormatError: The file's header is not valid, or a stored checkpoint has no file at
+                `path`.
+            OSError: A file on disk cannot be opened.
+            StoreError: The store cannot read the file's header.
+        """
 
     def close(self) -> None:
-        """Close the store's files. The files that `open` returned are closed by their owners."""
+        """Close the store's files.
+
+        The weights files that `open` returned are closed by the callers of `open`.
+        """
 
 
 class CheckpointFiles:
-    """A reader of tensors by digest from a store, for one load. Safe from any thread.
+    """The tensors of a checkpoint in a store, found by digest, for one load. Safe from any thread.
 
-    The store is read from the first `fill` on. If it fails, the failure is logged and the tensor
-    counts as missing from the store.
+    The store's files are opened at the first `fill`. If the store fails, the failure is logged, and
+    `fill` returns None as for a tensor that the store does not have.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -81,16 +95,20 @@ class CheckpointFiles:
         self.bytes_read = 0
 
     def expect(self, digests: Iterable[str]) -> None:
-        """Announce the digests of tensors that `fill` may be asked for; `fill` finds no others."""
+        """Announce the `digests` of tensors that `fill` may be asked for.
+
+        `fill` finds only announced tensors. Later calls add more digests.
+        """
         with self._lock:
             self._expected.update(digests)
 
     def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
-        """Fill `piece` with verified bytes, from `offset` on, of the tensor with this digest.
+        """Fill `piece` with verified bytes of the tensor `digest`, from byte `offset` on.
 
-        `nbytes` is the size of the whole tensor. Returns the concatenated digests of the leaves if
-        the range consists of whole leaves, and b"" if it does not. Returns None if the store does
-        not have the tensor; the caller then reads it from the checkpoint's file.
+        `offset` is counted from the beginning of the tensor, and `nbytes` is the size of the whole
+        tensor. Returns the concatenated digests of the leaves in the range if the range consists of
+        whole leaves, and b"" if it does not. Returns None if the store does not have the tensor or
+        cannot read it; the caller then reads the tensor from the checkpoint's file.
         """
         name = bytes.fromhex(digest)
         try:
@@ -115,7 +133,10 @@ class CheckpointFiles:
             return list(self._open)
 
     def close(self) -> None:
-        """Close the store's files. No `fill` may be in progress."""
+        """Close the store's files. No `fill` may be in progress.
+
+        Closing twice has no effect.
+        """
         for pieces in self._open:
             pieces.close()
         self._open.clear()
@@ -142,7 +163,8 @@ class StoreBackedSource(SourceFile):
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from `offset` on, as `SourceFile.read_into` does.
 
-        The store is asked first if the digest was known when the file was opened.
+        If the tensor's digest was known when the file was opened, the store is asked first. The
+        file is read only if the store does not return the bytes.
         """
         digest = self._known.get(spec.name)
         leaves = None
@@ -152,9 +174,10 @@ class StoreBackedSource(SourceFile):
 
 
 class StoredSource(SourceFile):
-    """A weights file of a stored checkpoint, read from the store. It has no file descriptor.
+    """A weights file of a stored checkpoint, read from the store.
 
-    Offsets are those of the file that an export of the checkpoint would write.
+    The object has no file descriptor. Offsets are those in the file that an export of the
+    checkpoint would write.
     """
 
     def __init__(
@@ -168,7 +191,7 @@ class StoredSource(SourceFile):
     ) -> None:
         """Read the header; with `trust`, take the digests of the tensors from the manifest.
 
-        Without `trust` a digest is known only after its tensor has been read.
+        Without `trust`, the digest of a tensor is known only after the tensor has been read.
         """
         self.path = path
         self._fd = -1
@@ -204,10 +227,10 @@ class StoredSource(SourceFile):
         )
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with verified bytes of the tensor, from `offset` on.
+        """Fill `piece` with verified bytes of the tensor, from byte `offset` on.
 
-        Returns the concatenated digests of the leaves if the range consists of whole leaves, b"" if
-        it does not, and None if `piece` is empty.
+        Returns the concatenated digests of the leaves in the range if the range consists of whole
+        leaves, and b"" if it does not. Returns None if `piece` is empty.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.
@@ -223,7 +246,7 @@ class StoredSource(SourceFile):
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Return up to `nbytes` verified bytes from file offset `start`.
 
-        `start` lies in a tensor, and the result ends with that tensor at the latest.
+        `start` must lie in a tensor. The result ends at the end of that tensor at the latest.
         """
         spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)
         data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
@@ -231,9 +254,11 @@ class StoredSource(SourceFile):
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """Return a function that opens the tensor in the store again, after `close`, too.
+        """Return a function that opens the tensor in the store again.
 
-        Reading raises StoreError if the store no longer has the tensor.
+        The function also works after `close`. It returns a context manager that yields a function
+        for reading parts of the tensor. Reading raises StoreError if the store no longer has the
+        tensor.
         """
         store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
 
@@ -245,17 +270,20 @@ class StoredSource(SourceFile):
         return opened
 
     def check_unchanged(self) -> None:
-        """Do nothing: stored files never change, and all reads are verified."""
+        """Do nothing, because stored files never change and all reads are verified."""
 
     def remember(self) -> None:
-        """Do nothing: the stored checkpoint's manifest has the digests, so no hints are needed."""
+        """Do nothing: no hints are needed, because the manifest has the digests."""
 
     def forget(self) -> None:
-        """Do nothing: a stored file has no hints."""
+        """Do nothing, because a stored file has no hints."""
 
 
 class FromDisk:
-    """The weights files of a checkpoint on disk; with `store`, that store is read first."""
+    """The weights files of a checkpoint on disk.
+
+    With `store`, a tensor that the store has is read from there instead of from its file.
+    """
 
     def __init__(
         self, hints: HintIndex, algorithm: str, *, trust: bool, store: LocalStore | None = None
@@ -269,7 +297,12 @@ class FromDisk:
         return self._stored_files.bytes_read if self._stored_files is not None else 0
 
     def open(self, path: Path) -> SourceFile:
-        """Open the weights file at `path`, which the caller closes; raise as `SourceFile` does."""
+        """Open the weights file at `path` and return it; the caller closes it.
+
+        Raises:
+            FormatError: The file's header is not valid.
+            OSError: The file cannot be opened.
+        """
         if self._stored_files is None:
             return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
         return StoreBackedSource(
@@ -277,23 +310,26 @@ class FromDisk:
         )
 
     def close(self) -> None:
-        """Close the store's files."""
+        """Close the store's files, if a store is used."""
         if self._stored_files is not None:
             self._stored_files.close()
 
 
 class FromStore:
-    """The weights files of a stored checkpoint, addressed by paths in its stub folder (`Checkout`).
+    """The weights files of a stored checkpoint, whose tensors are read from the store.
 
-    The stub folder holds no weights; all tensors are read from the store.
+    `checkout` describes the checkpoint and its stub folder. Files are opened by their paths in that
+    folder, although it holds no weights.
     """
 
     def __init__(self, store: LocalStore, checkout: Checkout, *, trust: bool) -> None:
-        """Open the stored checkpoint.
+        """Open the stored checkpoint that `checkout` describes.
+
+        With `trust`, the digests of tensors are taken from the manifest.
 
         Raises:
             StoreError: The checkpoint cannot be read.
-            ChangedFileError: The name refers to another checkpoint by now.
+            ChangedFileError: The name of the checkpoint now refers to another checkpoint.
         """
         self._store, self._checkout, self._trust = store, checkout, trust
         self._files: list[StoredSource] = []
@@ -312,10 +348,10 @@ class FromStore:
         return sum(file.bytes_read for file in self._files)
 
     def open(self, path: Path) -> SourceFile:
-        """Open the stored weights file whose path in the stub folder is `path`.
+        """Open the stored weights file whose path in the stub folder is `path`, and return it.
 
         Raises:
-            FormatError: The checkpoint has no file of this path.
+            FormatError: The checkpoint has no file at `path`.
             StoreError: The store cannot read the file's header.
         """
         name = path.relative_to(self._checkout.folder).as_posix()

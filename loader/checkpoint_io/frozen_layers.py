@@ -1,9 +1,9 @@
 """Frozen layers: layers of a checkpoint that a load takes from the base model instead.
 
-The chosen tensors of the base replace those of the checkpoint before anything is read. Digests,
-recipes, look-ups and reads then concern the base's bytes, so a model that was loaded with frozen
-layers is never confused with one that was loaded without. The replaced tensors of the checkpoint
-are neither read nor hashed.
+The chosen tensors of the base replace those of the checkpoint before anything is read. From then
+on, digests, recipes, look-ups and reads concern the base's bytes. So a model that was loaded with
+frozen layers is never confused with a model that was loaded without. The replaced tensors of the
+checkpoint are neither read nor hashed.
 """
 
 from __future__ import annotations
@@ -57,11 +57,15 @@ class _Tensor:
 class FrozenLayers:
     """The tensors of a base model that replace tensors of the checkpoint in one load.
 
-    It keeps the base's files open until `close`. Not thread-safe.
+    The base's files stay open until `close`. Not thread-safe.
     """
 
     def __init__(self, config: TensorDedupConfig, *, trust: bool) -> None:
-        """Open nothing yet. `config.frozen_base` must be set; `trust` allows hints of the base."""
+        """Read the configuration; `choose` opens the base later.
+
+        `config.frozen_base` must be set. With `trust`, known digests of the base's tensors are
+        used.
+        """
         self.wanted = FrozenBase.from_any(config.frozen_base)
         self.files: list[SourceFile] = []
         self._config, self._trust = config, trust
@@ -69,10 +73,10 @@ class FrozenLayers:
         self._instead: dict[_Place, _Tensor] | None = None
 
     def choose(self, files: Sequence[SourceFile]) -> None:
-        """Open the base and determine which tensors of `files` it replaces.
+        """Open the base and determine which of its tensors replace tensors of `files`.
 
-        `files` are the weights files of the checkpoint. Only the first call has an effect: files
-        that a model reads later, besides its checkpoint, have no base.
+        `files` are the weights files of the checkpoint. Only the first call has an effect, because
+        files that a model reads later, besides its checkpoint, have no base.
 
         Raises:
             ConfigError: A configured layer does not exist in the checkpoint, or the base has no
@@ -117,9 +121,10 @@ class FrozenLayers:
     def source(
         self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
     ) -> tuple[SourceTensor, Placed | None]:
-        """Return the base's source and placement for tensor `name` of `file`, if it is replaced.
+        """Return the source tensor and placement to load for tensor `name` of `file`.
 
-        Otherwise return `source` and `placed` as they were given.
+        If the base replaces the tensor, these are the base's. Otherwise they are `source` and
+        `placed`, as given.
         """
         old = (self._instead or {}).get((file.path, name))
         return (source, placed) if old is None else (old.source, old.placed)
@@ -132,7 +137,8 @@ class FrozenLayers:
     def to_dict(self) -> dict[str, Any]:
         """Return the `frozen_base` entry of a report.
 
-        It has the base, the layers, and the number and total bytes of the replaced tensors.
+        The entry contains the base, the layers, and the number and total bytes of the replaced
+        tensors.
         """
         taken = [] if self._instead is None else list(self._instead.values())
         return {
@@ -161,16 +167,17 @@ def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> st
 def taken_plainly(
     frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
 ) -> Iterator[Callable[[str], SourceTensor | None]]:
-    """Open `files`, choose the layers that the base replaces, and yield a look-up by tensor name.
+    """Context manager: while it is active, the base's tensors can be looked up by name.
 
-    The yielded function returns the base's tensor for a name, or None if the checkpoint's own
-    tensor is to be used. It is for loads that read every tensor at once, without sharing. On exit
-    the files, `opening` and `frozen` are closed.
+    It is for plain loads, which read every tensor at once and share none. On entry, `opening` opens
+    `files`, and `frozen` chooses the layers that the base replaces. The yielded function takes a
+    tensor's name. It returns the base's tensor, or None if the checkpoint's own tensor is to be
+    used. On exit, the files, `opening` and `frozen` are closed.
 
     Raises:
-        ConfigError, CheckpointError, StoreError: As of `FrozenLayers.choose`.
-        UnsupportedError: From the yielded function, if the base stores the tensor as a view of
-            another one.
+        ConfigError, CheckpointError, StoreError: See `FrozenLayers.choose`.
+        UnsupportedError: The yielded function was called for a tensor that the base stores as a
+            view of another one.
     """
     ours = [opening.open(path) for path in files]
     try:

@@ -1,15 +1,20 @@
 """Hints: remembered digests of ranges of files, in an index on this machine. Imports no torch.
 
 A hint records which digests the ranges of a file had while the file had a certain identity (device,
-inode, size, mtime, ctime), so that they need not be hashed again. It is written only if the stat of
-the open descriptor was the same before and after hashing, if both its times lay at least 2 s before
-hashing began (so that a later write is certain to change ctime), and if the file system maintains
-these times itself. It is used only if the whole identity matches. Not detected are a write through
-a shared mapping that the kernel has not yet accounted for, and a write to the raw device.
+inode, size, mtime, ctime), so that the ranges need not be hashed again. A hint is written only if
+all of these conditions hold:
+
+- The stat of the open descriptor was the same before and after hashing.
+- The file's mtime and ctime lay at least 2 s before hashing began, so that a later write is certain
+  to change ctime.
+- The file system maintains these times itself.
+
+A hint is used only if the whole identity matches. Two kinds of change are not detected: a write
+through a shared mapping that the kernel has not yet accounted for, and a write to the raw device.
 
 The index is one SQLite file that any number of threads and processes may use. It can be deleted at
-any time. Any problem with it means "no hints" and is logged once; it is never an error and never
-yields a wrong digest, since every row is sealed with a digest of its own.
+any time. Any problem with the index means "no hints" and is logged once. A problem is never an
+error and never yields a wrong digest, since every row is sealed with a digest of its own.
 """
 
 import contextlib
@@ -71,7 +76,7 @@ _STATFS_BYTES = 512
 
 
 def file_system_of(fd: int) -> int | None:
-    """Return the magic number of an open file's file system, or None if it is unknown."""
+    """Return the magic number of the open file's file system, or None if it is unknown."""
     if sys.platform != "linux":
         return None
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
@@ -81,7 +86,7 @@ def file_system_of(fd: int) -> int | None:
 
 
 def is_trusted(fd: int) -> bool:
-    """Return whether the file system of an open file maintains inode numbers and times reliably.
+    """Return whether the open file's file system maintains inode numbers and times reliably.
 
     Only then does an unchanged `FileIdentity` mean unchanged bytes.
     """
@@ -108,7 +113,7 @@ class FileIdentity:
 
     @classmethod
     def of(cls, fd: int) -> Self:
-        """Return the current identity of the file behind an open descriptor."""
+        """Return the current identity of the file behind the open descriptor `fd`."""
         status = os.fstat(fd)
         return cls(
             status.st_dev,
@@ -121,22 +126,23 @@ class FileIdentity:
     # As text: an inode number may need all of 64 bits, SQLite's integers have 63.
     @property
     def file(self) -> str:
-        """Device and inode as `DEVICE:INODE`."""
+        """The device and inode number, as `DEVICE:INODE`."""
         return f"{self.device}:{self.inode}"
 
     @property
     def state(self) -> str:
-        """Size and times as `SIZE:MTIME_NS:CTIME_NS`."""
+        """The size and times, as `SIZE:MTIME_NS:CTIME_NS`."""
         return f"{self.size}:{self.mtime_ns}:{self.ctime_ns}"
 
 
 class HintIndex:
-    """The index of remembered digests, one SQLite file. Usable from any thread and process.
+    """The index of remembered digests, one SQLite file. Safe from any thread and process.
 
-    The file is opened for each call only, so a handle survives a fork. `path` defaults to the
-    environment variable TENSOR_DEDUP_HINTS, or else to a file in the user's cache folder.
-    `trusted(fd)` returns whether an open file lies on a file system whose times are reliable.
-    `busy_s` is how long to wait for another process's write, in seconds.
+    The SQLite file is opened for each call only, so an object of this class survives a fork. `path`
+    defaults to the environment variable TENSOR_DEDUP_HINTS, or else to a file in the user's cache
+    folder. `trusted(fd)` returns whether an open file lies on a file system whose times are
+    reliable. If the index has more than `max_digests` digests, those of the files used least
+    recently are removed. `busy_s` is how long to wait for another process's write, in seconds.
     """
 
     def __init__(
@@ -153,10 +159,11 @@ class HintIndex:
         self._busy_s = busy_s
 
     def lookup(self, fd: int, algorithm: str) -> dict[tuple[int, int], str]:
-        """Return the digests known for an open file, by (start, nbytes).
+        """Return the known digests of the open file `fd`, by (start, nbytes) of the range.
 
-        To notice a change of the file, compare `FileIdentity.of(fd)` before and after its bytes are
-        used.
+        `algorithm` is the hash algorithm. The result is empty if there is no hint for the file's
+        current identity. To notice a change of the file, compare `FileIdentity.of(fd)` before and
+        after its bytes are used.
         """
         if not self._trusted(fd):
             return {}
@@ -171,12 +178,14 @@ class HintIndex:
         algorithm: str,
         digests: Mapping[tuple[int, int], str],
     ) -> bool:
-        """Add digests of ranges of an open file, keyed by (start, nbytes).
+        """Add `digests` of ranges of the open file `fd`, keyed by (start, nbytes).
 
         `before` is the file's identity before hashing began, and `began_ns` is time.time_ns() at
-        that moment. Returns True if the digests were stored. Returns False, and stores nothing, if
-        the file has changed since, had changed less than 2 s before, or lies on a file system that
-        is not trusted, or if the index cannot be written.
+        that moment. Returns whether the digests were stored. They are not stored in these cases:
+
+        - The file has changed since hashing began, or had changed less than 2 s before.
+        - The file lies on a file system that is not trusted.
+        - The index cannot be written.
         """
         quiet_ns = began_ns - max(before.mtime_ns, before.ctime_ns)
         if quiet_ns < QUIET_NS or not self._trusted(fd) or FileIdentity.of(fd) != before:
@@ -193,7 +202,7 @@ class HintIndex:
         return self._use(write) or False
 
     def forget(self, fd: int) -> None:
-        """Delete all hints of an open file, for every state and algorithm."""
+        """Delete all hints of the open file `fd`, for all of its states and all algorithms."""
         file = FileIdentity.of(fd).file
         self._use(lambda db: db.execute("DELETE FROM hint WHERE file = ?", (file,)).rowcount)
 
@@ -270,7 +279,7 @@ class HintIndex:
 class StoreHints:
     """A listener that turns the digests of a store import into hints. Safe from any thread.
 
-    Loading the imported files later then hashes nothing. The import itself reads and hashes every
+    A later load of the imported files then hashes nothing. The import itself reads and hashes every
     byte and uses no hints.
     """
 
@@ -279,14 +288,17 @@ class StoreHints:
     def imported(
         self, fd: int, before: "FileStatus", began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Record the digests of an imported file; the parameters are as for `HintIndex.record`."""
+        """Record the digests of an imported file as hints.
+
+        The parameters correspond to those of `HintIndex.record`.
+        """
         identity = FileIdentity(
             before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns
         )
         self.index.record(fd, identity, began_ns, _STORE_ALGORITHM, digests)
 
     def known(self, _: Path, fd: int) -> Mapping[tuple[int, int], str]:
-        """Return the digests remembered for an open file, by (start, nbytes)."""
+        """Return the known digests of the open file `fd`, by (start, nbytes) of the range."""
         return self.index.lookup(fd, _STORE_ALGORITHM)
 
 

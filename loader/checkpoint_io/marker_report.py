@@ -1,4 +1,4 @@
-"""The `marked` entries of a load report: tensors that markers name, and how many were shared.
+"""The `marked` entries of a load report: how many of the tensors that markers name were shared.
 
 A marker is a list, in a checkpoint or beside it, of tensors that are equal to those of a base.
 """
@@ -20,9 +20,10 @@ def marked(
 ) -> list[dict[str, Any]]:
     """Return a report entry for each marker in `files` and beside them.
 
-    An entry has the marker's `base` and `digest`, the number of `tensors` that it names, and how
-    many of these were `shared`, as `is_shared` tells. A marker never decides what is shared: if it
-    is wrong, `shared` is smaller than `tensors`.
+    An entry has the marker's `base` and `digest`, the number of `tensors` that the marker names,
+    and the number of these tensors that are `shared`. `is_shared` returns whether a tensor is
+    shared. A marker never decides what is shared, so a wrong marker only makes `shared` smaller
+    than `tensors`.
     """
     own = {name: tensor for file in files for name, tensor in file.tensors.items()}
     beside = in_files(dict.fromkeys(file.path.parent / SIDECAR for file in files))

@@ -2,9 +2,10 @@
 
     python -m tensor_dedup.loader.checkpoint_io.preload --socket SOCKET --name NAME CHECKPOINT
 
-This runs as a process of its own, because the manager never loads torch. Tensors keep their names
-in the files; the name of a subfolder precedes them ("unet/conv_in.weight"). They stay pinned until
-`tensor-dedup unpin NAME`.
+This command runs in a process of its own, because the manager never loads torch. Each tensor is
+published under its name in the file. If the file lies in a subfolder, the name of the subfolder
+precedes that of the tensor ("unet/conv_in.weight"). The tensors stay pinned until `tensor-dedup
+unpin NAME`.
 """
 
 import sys
@@ -29,7 +30,7 @@ def publish(checkpoint: str, name: str, socket: str) -> str:
     `checkpoint` is a path or `store://NAME`. Returns a summary of one line for the user.
 
     Raises:
-        TensorDedupError: the checkpoint cannot be read, or the manager does not take it.
+        TensorDedupError: The checkpoint cannot be read, or the manager refuses its tensors.
     """
     with connect(socket, name=f"preload {name}") as shared, Admin(socket) as admin:
         done = shared.put(name, _alone(_tensors(checkpoint)))

@@ -1,8 +1,8 @@
 """Source tensors: the tensors in a checkpoint's files, their digests, and reading them.
 
-A *hint* is a digest that this machine remembers of a file (`hints`). A tensor with a hint is read
-only if no shared tensor in memory can be used instead. Bytes are hashed in the memory from which
-they are then used, so they cannot change in between.
+A *hint* is a digest that this machine remembers for a range of a file (`hints`). A tensor with a
+hint is read only if no shared tensor in memory can be used instead. Bytes are hashed in the memory
+from which they are then used, so they cannot change in between.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ Reread: TypeAlias = Callable[[], AbstractContextManager[Read]]
 
 
 class StaleHintError(ChangedFileError):
-    """The bytes that were read do not have the digest that a hint gave: load without hints."""
+    """Bytes that were read do not have the digest that a hint gave. Load again without hints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """The placement of a tensor that is a view of a source's bytes, as in files of torch.save.
 
-    `start` is in bytes from the first byte of the source; `shape` and `stride` are in elements of
-    `dtype`. If `lazy`, the stored values have yet to be conjugated or negated.
+    `start` is the distance in bytes from the first byte of the source. `shape` and `stride` are in
+    elements of `dtype`. If `lazy` is True, the stored values have yet to be conjugated or negated.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Placed:
 
 
 def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
-    """Return the placement of a torch.save tensor in the source described by `spec`.
+    """Return the placement of `member`, a torch.save tensor, in the source that `spec` describes.
 
-    Returns None if the tensor is the whole source, contiguous and of the same dtype and shape.
+    Returns None if `member` is the whole source, contiguous and of the same dtype and shape.
     """
     start = member.start - spec.start if member.nbytes else 0
     geometry = (member.dtype, member.shape, member.nbytes)
@@ -95,8 +95,8 @@ class SourceTensor:
     """One tensor of an open checkpoint file.
 
     `digest` is None until a hint or a read gives it; `hinted` is True if a hint gave it. `leaves`
-    has the digest of each leaf (2 MiB), hashed as a tensor of its own. It is empty if these are
-    unknown or the tensor has one leaf only.
+    has the digest of each leaf (2 MiB), hashed as if the leaf were a tensor of its own. `leaves` is
+    empty if these digests are unknown or the tensor has one leaf only.
     """
 
     file: SourceFile
@@ -107,11 +107,11 @@ class SourceTensor:
 
     @property
     def place(self) -> str:
-        """The file and the tensor's name, for messages."""
+        """The path of the file and the tensor's name, for messages."""
         return f"{self.file.path}: {self.spec.name}"
 
     def identity(self) -> tuple[object, ...]:
-        """Return the digest, dtype and shape, by which recipes name this tensor.
+        """Return the digest, dtype and shape, by which recipes identify this tensor.
 
         Raises:
             IntegrityError: The digest is not known yet.
@@ -122,10 +122,11 @@ class SourceTensor:
 
 
 class SourceFile:
-    """An open weights file: its header, its `FileIdentity` when opened, and its `tensors` by name.
+    """An open weights file and its tensors.
 
-    `hashed` has the digests that were computed since, by (start, nbytes). The object owns one
-    descriptor until `close`.
+    `tensors` has the tensors by name, and `identity` is the file's `FileIdentity` when it was
+    opened. `hashed` has the digests that were computed since then, by (start, nbytes) of the range.
+    The file descriptor stays open until `close`.
 
     Raises:
         FormatError: The header is not valid.
@@ -135,7 +136,10 @@ class SourceFile:
     def __init__(
         self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
     ) -> None:
-        """Open the file; with `trust`, take known digests from `hints`."""
+        """Open the file at `path`; with `trust`, take the digests that `hints` knows.
+
+        `algorithm` is the hash algorithm of the digests.
+        """
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._hints = hints
@@ -154,8 +158,9 @@ class SourceFile:
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
         """Yield (name, source, placement) for every tensor name of the file, sorted by name.
 
-        In a file of torch.save several tensors may be views of one source; the placement then says
-        which part of it. It is None for a tensor that is a whole source.
+        In a file of torch.save, several tensors may be views of one source. The placement then says
+        which part of the source the tensor is. The placement is None for a tensor that is a whole
+        source.
         """
         members = members_in(self.header)
         for name in sorted(self.tensors.keys() | members.keys()):
@@ -172,10 +177,11 @@ class SourceFile:
         return SourceTensor(self, spec, digest, digest is not None, leaves)
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill the writable `piece` with the tensor's bytes from `offset` on. Safe from any thread.
+        """Fill the writable buffer `piece` with the tensor's bytes from byte `offset` on.
 
-        Returns None. Subclasses that read from a store may return the concatenated digests of the
-        leaves against which the bytes were verified.
+        `spec` describes the tensor. Safe from any thread. Returns None, except in subclasses that
+        read from a store. These may return the concatenated digests of the leaves against which the
+        bytes were verified.
 
         Raises:
             FormatError: The file was truncated.
@@ -209,13 +215,14 @@ class SourceFile:
             ) from error
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Return up to `nbytes` bytes from file offset `start`."""
+        """Return up to `nbytes` bytes from file offset `start`; fewer at the end of the file."""
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
         """Return a function that opens a tensor for reading after `close`, or None.
 
-        None means that the tensor can be read from the file at `path` while that is unchanged.
+        This class returns None, because the tensor can be read from the file at `path` as long as
+        the file is unchanged.
         """
         return None
 
@@ -232,14 +239,18 @@ class SourceFile:
             )
 
     def remember(self) -> None:
-        """Record the digests in `hashed` as hints, unless the file's times are not reliable."""
+        """Record the digests in `hashed` as hints.
+
+        Does nothing if the file was opened without `hints`, has changed, or has times that are not
+        reliable (see `HintIndex.record`).
+        """
         if self._hints is not None and self.hashed:
             self._hints.record(
                 self._fd, self.identity, self._began_ns, self._algorithm, self.hashed
             )
 
     def forget(self) -> None:
-        """Delete every hint of this file."""
+        """Delete every hint of this file, if the file was opened with `hints`."""
         if self._hints is not None:
             self._hints.forget(self._fd)
 
@@ -255,7 +266,7 @@ class ReadCounters:
     """The bytes that one load read and hashed, and the wall-clock seconds that this took.
 
     `read_seconds` is the time spent waiting for source tensors, which are hashed as they are read.
-    `hash_seconds` is the time spent hashing tensors that were computed from them.
+    `hash_seconds` is the time spent hashing tensors that were computed from source tensors.
     """
 
     bytes_read: int = 0
@@ -266,10 +277,11 @@ class ReadCounters:
 
 @dataclass(slots=True)
 class SourceReader:
-    """An asynchronous reader of source tensors that hashes what it reads. For one thread.
+    """A reader that reads and hashes source tensors in the background. For one thread.
 
     The threads of the hash pool do the reading, several leaves at once, and hash each leaf while it
-    is still in a CPU cache. After `settle`, the digests are set on the source tensors.
+    is still in a CPU cache. `settle` waits for them and sets the digests of the source tensors.
+    `begun` is the number of hashed reads that were started.
     """
 
     algorithm: str
@@ -282,10 +294,11 @@ class SourceReader:
     _leaf_reads: list[Future[str]] = field(default_factory=list)
 
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
-        """Start reading `source` into `memory` (a flat uint8 CPU tensor of exactly its size).
+        """Start reading `source` into `memory` (a flat uint8 CPU tensor of the same size).
 
-        With `hashed`, call `settle` before the bytes or the digest are used and before `memory` is
-        written again. Without it, the tensor is read before this returns, and is not hashed.
+        With `hashed`, the read goes on in the background. Call `settle` before using the bytes or
+        the digest, and before writing to `memory` again. Without `hashed`, the tensor is read
+        before this returns, and is not hashed.
         """
         began = time.perf_counter()
         view, spec, file = memory.numpy().data, source.spec, source.file
@@ -301,11 +314,11 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read a tensor in pieces, pass each to `write(piece, offset)`; return its BLAKE3 digest.
+        """Read `source` in pieces, pass each to `write(piece, offset)`, and return the digest.
 
-        Threads of the hash pool call `write` and hash the same bytes, so no buffer of the tensor's
-        size is needed here. Waits for all other reads in progress, too. Raises the errors of
-        `settle`.
+        Threads of the hash pool call `write` and hash the same bytes with BLAKE3, so no buffer of
+        the tensor's size is needed here. Waits for all other reads in progress, too, and raises the
+        same errors as `settle`.
         """
         spec, file = source.spec, source.file
 
@@ -326,13 +339,13 @@ class SourceReader:
     def read_leaves(
         self, source: SourceTensor, numbers: Sequence[int], write: Callable[[memoryview, int], None]
     ) -> None:
-        """Read the leaves with these numbers and pass their pieces to `write(piece, offset)`.
+        """Read the leaves `numbers` of `source` and pass their pieces to `write(piece, offset)`.
 
-        The offsets are within the tensor, and `source.leaves` must have the leaves' digests. Waits
-        until everything is written.
+        Leaves are numbered from 0, and `offset` is counted from the beginning of the tensor.
+        `source.leaves` must have the digests of the leaves. Waits until everything is written.
 
         Raises:
-            StaleHintError: A leaf has another digest.
+            StaleHintError: A leaf does not have the digest in `source.leaves`.
         """
         spec, file = source.spec, source.file
         began = time.perf_counter()
@@ -360,8 +373,9 @@ class SourceReader:
     def settle(self, mark: int | None = None) -> None:
         """Wait for reads in progress and set the digests of their source tensors.
 
-        `mark` is a value that `begun` had earlier: only the hashed reads that had been started by
-        then are waited for. Errors of these reads are raised here.
+        `mark`, if given, is an earlier value of `begun`. Only the hashed reads that had been
+        started by then are waited for. Errors of these reads are raised here. Does nothing if no
+        read is in progress.
 
         Raises:
             StaleHintError: The bytes that were read do not have the digest that a hint gave.
@@ -386,11 +400,11 @@ class SourceReader:
             raise failed
 
     def digest(self, data: Buffer) -> str:
-        """Return the digest of bytes in memory, and add their size and the time to the counters."""
+        """Return the digest of `data`, and add the size of `data` and the time to the counters."""
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a gap-free tensor on any device, and add it to the counters."""
+        """Return the digest of a gap-free tensor on any device; count it as `digest` does."""
         return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
@@ -401,7 +415,10 @@ class SourceReader:
         return value
 
     def abandon(self) -> None:
-        """Wait for every read in progress and discard its result; the memory may then be freed."""
+        """Wait for every read in progress and discard the results.
+
+        The memory that was read into may then be freed.
+        """
         while self._pending:
             self._pending.popleft()[1].exception()
         wait(self._leaf_reads)
@@ -430,9 +447,10 @@ def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
 
 
 def raise_stale(source: SourceTensor, value: str, what: str, remembered: str) -> NoReturn:
-    """Raise StaleHintError, because bytes of a source tensor differ from what a hint says.
+    """Raise StaleHintError for bytes of `source` that do not have the digest of a hint.
 
-    `what` names the part that differs, `value` is its digest, and `remembered` that of the hint.
+    `what` names the part of the tensor that differs, `value` is the digest of its bytes, and
+    `remembered` is the digest that the hint gave.
     """
     raise StaleHintError(
         f"{source.place}: {what} hashes to {value}, remembered as {remembered}; "

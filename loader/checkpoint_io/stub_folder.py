@@ -1,9 +1,10 @@
 """The stub folder of a stored checkpoint, which holds everything but the weights.
 
 Engines read configuration and tokenizer from this folder, and tensors from the store. Each weights
-file in the folder consists of its header only. Code that reads dtypes from the header works, and
-code that reads weights without this package fails on a truncated file. The folder is named after
-the checkpoint's manifest, is restored from the store by each load, and may be deleted at any time.
+file in the folder consists of its header only. So code that reads dtypes from the header works,
+whereas code that reads weights without this package fails on a truncated file. The folder is named
+after the checkpoint's manifest. Each load restores the folder from the store, so it may be deleted
+at any time.
 """
 
 import os
@@ -31,8 +32,9 @@ _CONFIG = "config.json"
 class Checkout:
     """A stored checkpoint that an engine loads, with the stub folder that the engine sees.
 
-    `store` is the path of the store, `folder` that of the stub folder, and `weights` has the paths
-    of the weights files within it.
+    `url` is `store://NAME`, `store` is the path of the store, and `name` is the checkpoint's name
+    there. `manifest` identifies the checkpoint's manifest. `folder` is the path of the stub folder,
+    and `weights` has the paths of the weights files within the folder.
     """
 
     url: str
@@ -43,15 +45,15 @@ class Checkout:
     weights: tuple[str, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields as values that JSON can hold."""
+        """Return the fields as a dict of values that JSON can hold."""
         return asdict(self) | {"weights": list(self.weights)}
 
     @classmethod
     def from_any(cls, value: object) -> "Checkout":
-        """Return the checkout from the result of `to_dict`.
+        """Return the `Checkout` that `value`, a result of `to_dict`, describes.
 
         Raises:
-            ConfigError: The value is not valid.
+            ConfigError: `value` does not describe a `Checkout`.
         """
         try:
             return msgspec.convert(value, cls, strict=True)
@@ -63,10 +65,11 @@ class Checkout:
 
 
 def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout:
-    """Create or restore the stub folder of the stored checkpoint `store://NAME`.
+    """Create or restore the stub folder of the stored checkpoint `url` (`store://NAME`).
 
-    With `folders`, weights files in subfolders are accepted, as a pipeline has them. Without it,
-    the weights must lie at the top, beside `config.json`, where engines look for them.
+    Returns the checkpoint and its stub folder as a `Checkout`. With `folders`, weights files in
+    subfolders are accepted, as in a pipeline. Without it, the weights must lie at the top, beside
+    `config.json`, where engines look for them.
 
     Raises:
         StoreError: The checkpoint does not exist or is damaged.
@@ -88,11 +91,12 @@ def resolve(
     *,
     folders: bool = False,
 ) -> Checkout:
-    """Create or restore the stub folder of `store://NAME`; return it as a checkout.
+    """Find the stored checkpoint `url` (`store://NAME`), and create or restore its stub folder.
 
-    `store` is the path of the store, or None for the user's default one. If the store does not have
-    the checkpoint, it is pulled from `remote`, which defaults to the remote that the environment or
-    a configuration file names. `folders` is as for `check_out`.
+    Returns the checkpoint and its stub folder as a `Checkout`. `store` is the path of the store, or
+    None for the user's default one. If the store does not have the checkpoint, the checkpoint is
+    pulled from `remote`. The default of `remote` is the remote that the environment or a
+    configuration file names. `folders` is as for `check_out`.
 
     Raises:
         RemoteError: The remote cannot be used.
@@ -166,10 +170,12 @@ def _root() -> Path:
 
 
 def stored_in(entry: object) -> Checkout | None:
-    """Return the checkout under the key `stored` of a loader's configuration, or None.
+    """Return the `Checkout` under the key `stored` of `entry`, a loader's configuration, or None.
+
+    Returns None if `entry` is no dict or does not have the key.
 
     Raises:
-        ConfigError: The entry is not valid.
+        ConfigError: The value under the key does not describe a `Checkout`.
     """
     found: Any = entry.get("stored") if isinstance(entry, dict) else None
     return None if found is None else Checkout.from_any(found)

@@ -20,10 +20,10 @@ _MARK = 12  # digits of a manifest that tell two checkpoints of one name apart
 def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -> None:
     """Import the checkpoint in `folder` into a store and set `report.stored_as` to its name there.
 
-    `store` is a path, or None for the user's default store; the store is created if it does not
-    exist. With `trust`, remembered digests of the files decide whether the checkpoint is stored
-    already, so unchanged files are not read again. Failures are not raised: they are logged and
-    added to `report.skipped`.
+    `store` is the path of the store, or None for the user's default one. The store is created if it
+    does not exist. With `trust`, remembered digests of the files decide whether the checkpoint is
+    stored already, so unchanged files are not read again. Failures are not raised. They are logged
+    and added to `report.skipped`.
     """
     try:
         report.stored_as = _keep(LocalStore.open(store), folder, trust=trust)

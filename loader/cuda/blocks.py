@@ -3,12 +3,13 @@
 A *resident* is an immutable tensor in memory that models share. CUDA maps memory by whole handles
 (cuMemMap takes no offset but 0), so tensors can only share whole handles. A tensor of `BLOCKS_FROM`
 bytes and more therefore consists of several handles, which are mapped side by side. Each of these
-blocks is a resident of plain bytes and is found by its own digest, at whatever position it lies in
-other tensors.
+handles is a *block*: a resident of plain bytes that is found by its own digest, whatever its
+position in other tensors.
 
-GPU memory is not hashed again, so digests are trusted. The record of a tensor in blocks has its
-leaf digests (one for each 2 MiB). The digests of the blocks and of the whole tensor are computed
-from these, so blocks of another tensor are noticed.
+A *record* describes a tensor in blocks to other processes. The memory manager does not hash GPU
+memory, so digests are trusted. The record therefore has the tensor's leaf digests (one for each 2
+MiB). The digests of the blocks and of the whole tensor are computed from the leaf digests, so
+blocks of another tensor are noticed.
 """
 
 from __future__ import annotations
@@ -52,26 +53,30 @@ _USABLE: Final = 0.75
 
 
 def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
-    """Return whether a tensor of this key and size is stored in blocks, if the memory allows it."""
+    """Return whether a tensor with this `key` and size can be stored in blocks.
+
+    It can if `blocks_of` splits this size and the digest is a BLAKE3 of the tensor's bytes. Whether
+    the GPU's memory allows blocks is not checked here.
+    """
     # Other algorithms have no leaves, and their digests a prefix.
     plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
     return plain and blocks_of(nbytes) > 0
 
 
 def blocks_of(nbytes: int) -> int:
-    """Return the number of blocks for a tensor of `nbytes` bytes; 0 if it is never split."""
+    """Return the number of blocks for a tensor of `nbytes` bytes, or 0 if it is stored whole."""
     return -(-nbytes // BLOCK_BYTES) if BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES else 0
 
 
 def bytes_key(nbytes: int, digest: str) -> ResidentKey:
-    """Return the resident key of a block: `nbytes` elements of uint8 with this digest."""
+    """Return the resident key of a block: `nbytes` elements of uint8 with this `digest`."""
     return ResidentKey("U8", (nbytes,), (1,), digest)
 
 
 def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
-    """Return the keys of the blocks, in order, of a tensor of `nbytes` bytes.
+    """Return the resident keys of the blocks of a tensor of `nbytes` bytes, in order.
 
-    `leaves` are its leaf digests.
+    `leaves` are the tensor's leaf digests.
     """
     keys = []
     for start in range(0, nbytes, BLOCK_BYTES):
@@ -83,7 +88,10 @@ def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
 
 
 def leaves_of(tensor: torch.Tensor) -> list[bytes]:
-    """Return the leaf digests of a gap-free tensor. One on a GPU is copied to the host first."""
+    """Return the leaf digests of a gap-free tensor.
+
+    A tensor on a GPU is copied to host memory first.
+    """
     data = tensor_bytes(tensor.cpu())
     leaves: list[bytes] = []
     submit(data, leaves=leaves).result()
@@ -94,8 +102,9 @@ def leaves_of(tensor: torch.Tensor) -> list[bytes]:
 class TensorWriter:
     """A function that writes a gap-free tensor to a GPU address; it can also write a part of it.
 
-    `writer(tensor)` returns the `Write` function of a gap-free tensor on the same device.
-    `known_leaves` are the tensor's leaf digests if they were computed already.
+    `writer(tensor)` returns a function that writes a gap-free tensor to a GPU address. `writer` is
+    called with the whole tensor or with a part on the same device. `known_leaves` are the tensor's
+    leaf digests, or are empty if they were not computed yet.
     """
 
     tensor: torch.Tensor
@@ -103,25 +112,32 @@ class TensorWriter:
     known_leaves: Sequence[bytes] = ()
 
     def __call__(self, address: int) -> str | None:
-        """Write the whole tensor to a GPU address; return its digest if `writer` computes it."""
+        """Write the whole tensor to the GPU address `address`.
+
+        Returns the tensor's digest if the function from `writer` computes it, and None or ""
+        otherwise.
+        """
         return self.writer(self.tensor)(address)
 
     def part(self, start: int, end: int) -> Write:
-        """Return a function that writes the bytes from `start` to `end`, in memory order."""
+        """Return a function that writes bytes `start` to `end` of the tensor to a GPU address.
+
+        `start` and `end` count the bytes in memory order.
+        """
         whole, nbytes = self.tensor.detach(), end - start
         flat = torch.empty(0, dtype=torch.uint8, device=whole.device)
         first = whole.storage_offset() * whole.itemsize + start
         return self.writer(flat.set_(whole.untyped_storage(), first, (nbytes,), (1,)))
 
     def leaves(self) -> Sequence[bytes]:
-        """Return the leaf digests of the tensor, computed if they are not known."""
+        """Return the leaf digests of the tensor, which are computed if they are not known."""
         return self.known_leaves or leaves_of(self.tensor)
 
 
 class TensorInBlocks(DeviceResident):
-    """A resident that consists of several blocks side by side; each block is a slab by itself.
+    """A resident that consists of several blocks side by side, each in a slab of its own.
 
-    It keeps the blocks alive.
+    The object keeps the blocks alive.
     """
 
     __slots__ = ("_leaf_shared_bytes", "blocks", "leaves")
@@ -133,10 +149,10 @@ class TensorInBlocks(DeviceResident):
         leaves: Sequence[bytes],
         leaf_shared_bytes: int = 0,
     ) -> None:
-        """Describe a tensor of these blocks, whose leaves have these digests.
+        """Describe the tensor `key`, which consists of `blocks` and has the leaf digests `leaves`.
 
         Raises:
-            SlabUsageError: These are not the blocks of this tensor, or cannot lie side by side.
+            SlabUsageError: The blocks are not those of this tensor, or cannot lie side by side.
         """
         nbytes = sum(each.nbytes for each in blocks)
         try:
@@ -161,12 +177,15 @@ class TensorInBlocks(DeviceResident):
 
     @property
     def leaf_shared_bytes(self) -> int:
-        """The number of its bytes that were resident before the load that built it."""
+        """The number of the tensor's bytes that were resident before the load that built it."""
         return self._leaf_shared_bytes
 
 
 def is_block(resident: DeviceResident) -> bool:
-    """Return whether a resident has a slab by itself, and the slab is no larger than a block."""
+    """Return whether `resident` can be a block of a large tensor.
+
+    It can if it lies at the beginning of a single slab that is no larger than a block.
+    """
     [slab, *others] = resident.slabs
     return not others and not resident.offset and slab.nbytes <= BLOCK_BYTES
 
@@ -183,7 +202,10 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
-    """Return the encoded record of a tensor in blocks, and the digests of its distinct blocks."""
+    """Return the encoded record of a tensor in blocks, and the digests of its distinct blocks.
+
+    The record describes the tensor to other processes.
+    """
     key = resident.key
     digests = list(dict.fromkeys(each.key.digest for each in resident.blocks))
     number = {digest: n for n, digest in enumerate(digests)}
@@ -199,10 +221,10 @@ def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
 
 
 class BlockComposition(NamedTuple):
-    """The decoded record of a tensor in blocks.
+    """The decoded record of a tensor in blocks: its key, leaf digests and blocks.
 
-    `blocks` has, for each block in order, its index among the distinct digests that are published
-    with the record. `leaves` are the leaf digests of the whole tensor.
+    The digests of the distinct blocks are published with the record. `blocks` has, for each block
+    in order, its index among them.
     """
 
     key: ResidentKey
@@ -211,7 +233,7 @@ class BlockComposition(NamedTuple):
 
 
 def blocks_in(record: bytes) -> BlockComposition | None:
-    """Decode the record of a tensor in blocks; return None for a record of another kind."""
+    """Decode `record` as that of a tensor in blocks; return None if it is of another kind."""
     try:
         found = msgspec.msgpack.decode(record, type=_Record)
     except msgspec.MsgspecError:
@@ -222,9 +244,10 @@ def blocks_in(record: bytes) -> BlockComposition | None:
 
 
 def spare_descriptors(usable: float = _USABLE) -> int:
-    """Return how many more files this process may open; the result may be negative.
+    """Return how many more file descriptors this process may open; the result may be negative.
 
-    `usable` is the share of the limit (RLIMIT_NOFILE), from 0.0 to 1.0, that may be used.
+    `usable` is the share of the limit (RLIMIT_NOFILE), from 0.0 to 1.0, that may be used. Without a
+    limit the result is sys.maxsize.
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -232,7 +255,7 @@ def spare_descriptors(usable: float = _USABLE) -> int:
 
 
 def too_many(blocks: int) -> str:
-    """Return the message that so many blocks need more descriptors than `spare_descriptors`."""
+    """Return the message for a tensor of `blocks` blocks that needs too many file descriptors."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"{blocks} blocks come too near to the {most} descriptors that this process may have, "
@@ -244,20 +267,25 @@ def too_many(blocks: int) -> str:
 class BlockLog:
     """The blocks that one load has built, and the reason if it no longer builds any.
 
-    Once `why_whole` is set, large tensors of this load are stored whole. For one thread.
+    `built` has the blocks. `why_whole` is the reason, or None; once it is set, the load stores
+    large tensors whole. For one thread.
     """
 
     built: WeakSet[DeviceResident] = field(default_factory=WeakSet)
     why_whole: str | None = None
 
     def admits(self, blocks: int) -> bool:
-        """Return whether a tensor may be built of so many blocks; each needs a file descriptor."""
+        """Return whether a tensor may be built of this number of `blocks`.
+
+        Each block needs a file descriptor. If there are too few, the load stops building blocks, so
+        this and all later calls return False.
+        """
         if self.why_whole is None and blocks > spare_descriptors():
             self.refuse(too_many(blocks))
         return self.why_whole is None
 
     def note_larger(self, block: DeviceResident) -> None:
-        """Stop building blocks if the slab of this full-sized block is larger than the block."""
+        """Stop building blocks in this load if `block` has full size and its slab is larger."""
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:
             self.refuse(
@@ -266,7 +294,10 @@ class BlockLog:
             )
 
     def refuse(self, reason: str) -> None:
-        """Stop building blocks in this load, set `why_whole`, and log the first reason."""
+        """Stop building blocks in this load because of `reason`.
+
+        The first reason is logged and becomes `why_whole`; later ones are ignored.
+        """
         if self.why_whole is None:
             self.why_whole = reason
             _log.warning("large tensors are shared whole on the GPU: %s", reason)

@@ -1,4 +1,4 @@
-"""The torch devices whose memory can be shared, and the reasons why that of others cannot."""
+"""The torch devices whose memory can be shared, and the reasons why other memory cannot."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class Devices:
 
     @contextmanager
     def replaced(self, kind: str, opener: Open) -> Iterator[None]:
-        """Within the block, open devices of type `kind` ("cuda") with `opener`. For tests."""
+        """Context manager: while it is active, `opener` opens devices of type `kind` ("cuda").
+
+        GPUs that are open are forgotten on entry and on exit. For tests.
+        """
         before = self._openers.get(kind)
         self._openers[kind] = opener
         self.reset()
@@ -82,10 +85,10 @@ class Devices:
             self.reset()
 
     def at(self, device: torch.device) -> SharedGpu | None:
-        """Return the GPU of a torch device, opened now if necessary.
+        """Return the GPU of the torch device `device`, opened now if necessary.
 
-        Returns None if its memory cannot be shared. `why_not` then tells why, except for device
-        types that are never shared.
+        Returns None if the memory of the device cannot be shared. `why_not` then returns the
+        reason, except for device types that are never shared.
         """
         opener = self._openers.get(device.type)
         if opener is None:
@@ -100,13 +103,17 @@ class Devices:
             return self._found.get(device)
 
     def reasons(self) -> dict[str, str]:
-        """Return, by device name, why the memory of devices asked for with `at` is not shared."""
+        """Return the reasons why the memory of devices is not shared, by device name.
+
+        Only devices for which `at` was called are included.
+        """
         return {str(device): reason for device, reason in list(self._reasons.items())}
 
     def why_not(self, device: torch.device) -> str | None:
-        """Return why the memory of a device is not shared.
+        """Return why the memory of `device` is not shared.
 
-        Returns None if it is shared, or if `at` was never called for the device.
+        Returns None if it is shared, if `at` was never called for the device, or if devices of its
+        type are never shared.
         """
         return self._reasons.get(_numbered(device))
 
@@ -115,13 +122,13 @@ class Devices:
         return list(self._found.values())
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the replica key of a tensor that is a shared resident on a GPU, or None."""
+        """Return the replica key of `tensor` if it is a shared resident on a GPU, or None."""
         if not len(DEVICE_MAPPINGS):
             return None
         return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor begins in shared GPU memory, which must not be written."""
+        """Return whether `tensor` begins in shared GPU memory, which must not be written to."""
         return (
             len(DEVICE_MAPPINGS) > 0
             and tensor.layout is torch.strided
@@ -147,8 +154,9 @@ DEVICES: Final = Devices()
 def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
     """Call `do`, which allocates memory of `device` through torch, and return its result.
 
-    If `do` raises torch.OutOfMemoryError, unmap the shared memory of models that are gone, and call
-    it once more. torch's allocator does not know of that memory.
+    If `do` raises torch.OutOfMemoryError, the shared memory of models that are gone is unmapped,
+    and `do` is called once more. torch's allocator cannot free that memory. If there was nothing to
+    free, the error is passed on.
     """
     gpu = DEVICES.at(device)
     return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

@@ -1,11 +1,15 @@
 """One GPU of this process, and the lifetime of the mappings of its shared memory.
 
 A *slab* is a piece of GPU memory that holds shared tensors; a mapping makes slabs visible at an
-address. A mapping ends in two steps. When nothing refers to it any more, its finalizer only marks
-it as retired: a finalizer may run anywhere, even while a CUDA graph is captured, where driver calls
-are not allowed. `Gpu.reap`, which runs before every new mapping, records an event after all work of
-the context, and unmaps retired mappings whose event has passed. Until then their leases are held,
-and the memory manager counts the memory as used.
+address. A mapping ends in two steps:
+
+1. When nothing refers to the mapping any more, its finalizer marks it as retired. The finalizer
+   does nothing else, because it may run anywhere, even while a CUDA graph is captured, where driver
+   calls are not allowed.
+2. `Gpu.reap`, which runs before every new mapping, records an event after all work of the context,
+   and unmaps retired mappings whose event has passed.
+
+Until a mapping is unmapped its leases are held, and the memory manager counts the memory as used.
 """
 
 import logging
@@ -44,12 +48,12 @@ class _PendingUnmap(NamedTuple):
 
 
 class DeviceMapping:
-    """Slabs mapped read-only side by side at an address, until this object is garbage-collected.
+    """A read-only mapping of slabs side by side. It ends when this object is garbage-collected.
 
-    `make_private` replaces them by a private, writable copy at the same address, so tensors and
-    captured graphs stay valid. `sleep` unmaps them, and `wake` maps slabs with the same bytes at
-    the same address again. No kernel may use the address range during these calls, or while the
-    mapping sleeps.
+    `make_private` replaces the slabs by a private, writable copy at the same address, so tensors
+    and captured graphs stay valid. `sleep` unmaps the slabs, and `wake` maps slabs with the same
+    bytes at the same address again. No kernel may use the address range during these calls, or
+    while the mapping sleeps.
     """
 
     def __init__(self, gpu: "Gpu", pending: _PendingUnmap) -> None:
@@ -72,19 +76,22 @@ class DeviceMapping:
         return total(self.extents)
 
     def hold(self, owner: object) -> None:
-        """Keep `owner`, for example a lease, alive until the slabs are unmapped."""
+        """Keep `owner`, for example a lease, alive until the slabs are unmapped.
+
+        Does nothing if the memory is private.
+        """
         if not self.private:
             self._owners[id(owner)] = owner
 
     def owners(self) -> list[object]:
-        """Return the objects that are kept alive until the slabs are unmapped."""
+        """Return the objects kept alive until the slabs are unmapped, for example leases."""
         return list(self._owners.values())
 
     def sleep(self) -> None:
         """Unmap the slabs, reserve the address, and release the owners. Waits for all kernels.
 
-        Until `wake`, a kernel that accesses the range fails, and with it all later work of this
-        process on the GPU.
+        Does nothing if the mapping sleeps already. Until `wake`, a kernel that accesses the range
+        fails, and with it all later work of this process on the GPU.
 
         Raises:
             BackendError: The driver refused; `asleep` tells whether the slabs were unmapped.
@@ -103,13 +110,14 @@ class DeviceMapping:
             self._become(_PendingUnmap(self.address, self.extents, self._opener, {}, mapped=False))
 
     def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
-        """Map slabs read-only at the reserved address; they must have the bytes that lay there.
+        """Map the slabs `extents` read-only at the reserved address.
 
-        `owner` is kept alive until they are unmapped. Does nothing if the mapping is not asleep.
+        The slabs must have the bytes that lay there before, and `opener` maps them. `owner` is kept
+        alive until they are unmapped. Does nothing if the mapping is not asleep.
 
         Raises:
-            BackendError: The sizes differ, or the driver refused; `asleep` tells whether the slabs
-                were mapped.
+            BackendError: The slabs have other sizes than before, or the driver refused; `asleep`
+                tells whether the slabs were mapped.
         """
         if not self.asleep:
             return
@@ -126,7 +134,7 @@ class DeviceMapping:
     def make_private(self) -> None:
         """Replace the slabs by a private, writable copy of their bytes at the same address.
 
-        Does nothing if the mapping is private already. After an error the mapping is unchanged.
+        Does nothing if the mapping is private already. After an error, the mapping is unchanged.
 
         Raises:
             BackendError: The mapping sleeps, or the driver refused.
@@ -171,8 +179,8 @@ class Gpu:
     ) -> None:
         """Open the GPU `device`, given by its UUID or its ordinal among the visible ones.
 
-        `let_go` makes other allocators of this process release memory of the GPU that they cache;
-        it returns False if there was none.
+        `let_go()` makes other allocators of this process release GPU memory that they cache, and
+        returns whether there was any.
         """
         driver.init()
         self.driver: Final = driver
@@ -186,7 +194,7 @@ class Gpu:
 
     @property
     def waiting(self) -> int:
-        """The number of mappings that nothing refers to but that are still mapped."""
+        """The number of retired mappings: nothing refers to them, but they are still mapped."""
         return len(self.retired) + sum(len(batch) for _, batch in self._marked)
 
     def vmm(self) -> Opener:
@@ -194,11 +202,17 @@ class Gpu:
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context manager that makes this GPU's context current in this thread."""
+        """Return a context manager under which this GPU's CUDA context is current.
+
+        This applies to the thread that enters the context manager.
+        """
         return current(self.driver, self.device.ordinal)
 
     def map(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> DeviceMapping:
-        """Map slabs side by side, read-only; `owner` is kept alive until they are unmapped."""
+        """Map the slabs `extents` side by side, read-only, and return the mapping.
+
+        `opener` maps the slabs. `owner` is kept alive until they are unmapped.
+        """
         self._try_to_reap()
         with Undo() as undo:
             # No call of these is documented to need a context. One that does finds it.
@@ -214,7 +228,10 @@ class Gpu:
         return made
 
     def mapped(self) -> set[int]:
-        """Return the serial numbers of the slabs that this process has mapped."""
+        """Return the serial numbers of the slabs that this process has mapped.
+
+        Mappings that sleep or are private are not counted.
+        """
         return {
             extent.serial
             for mapping in list(self._alive)
@@ -223,15 +240,17 @@ class Gpu:
         }
 
     def mapping_at(self, address: int) -> DeviceMapping | None:
-        """Return the mapping that contains an address, be it shared or private, or None."""
+        """Return the shared or private mapping that contains `address`, or None."""
         return next(
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
 
     def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
-        """Map a slab for writing, let `write(address)` fill it, wait for the GPU, and unmap it.
+        """Fill the slab `extent`: map it for writing, call `write(address)`, and unmap it.
 
-        The context is current while `write` runs. Nothing stays mapped if it fails.
+        `opener` maps the slab, and the GPU's context is current while `write` runs. This waits for
+        all work of the GPU before it unmaps the slab, also if `write` fails. Errors of `write` are
+        passed on.
         """
         self._try_to_reap()
         with self.entered(), Undo() as undo:
@@ -249,7 +268,8 @@ class Gpu:
     def with_room(self, do: Callable[[], _T], short: type[BaseException] = NoMemoryError) -> _T:
         """Call `do`, which allocates memory, and return its result.
 
-        If it raises `short`, free unused memory with `make_room`, and call it once more.
+        If `do` raises `short`, `make_room` frees unused memory, and `do` is called once more. If
+        there was no unused memory, the error is passed on.
         """
         try:
             return do()
@@ -259,9 +279,10 @@ class Gpu:
         return do()
 
     def make_room(self) -> bool:
-        """Unmap retired mappings, and have torch release cached memory; return whether any was.
+        """Free unused memory of this GPU, and return whether there was any.
 
-        Waits for all kernels that may use a retired mapping.
+        Retired mappings, which nothing refers to any more, are unmapped, and torch releases cached
+        memory. Waits for all kernels that may use a retired mapping.
         """
         before = self.waiting
         try:
@@ -280,8 +301,9 @@ class Gpu:
     def reap(self, *, wait: bool = False) -> int:
         """Unmap retired mappings that no kernel can use any more; return how many are left.
 
-        With `wait`, first wait for the kernels that may use them. That is not allowed while a CUDA
-        graph is captured.
+        A mapping is retired when nothing refers to it any more. With `wait`, this first waits for
+        the kernels that may use retired mappings, which is not allowed while a CUDA graph is
+        captured.
         """
         with self._lock:
             if not self.waiting:

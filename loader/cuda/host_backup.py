@@ -1,8 +1,8 @@
-"""Copies of sleeping models' GPU tensors in host memory, one of each for all models.
+"""Copies of sleeping models' GPU tensors in host memory, where equal tensors are kept once.
 
-An engine that sleeps unmaps its weights. They are copied to a memory manager of host memory, which
-keeps equal tensors once. The manager seals and hashes each copy, and refuses one that does not have
-its digest, so a model that wakes gets the bytes that it had.
+An engine that sleeps unmaps its weights. They are copied to a memory manager of host memory. The
+manager seals and hashes each copy, and refuses a copy that does not have the tensor's digest, so a
+model that wakes gets the bytes that it had.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ _CHUNK_BYTES: Final = 8 * LEAF_BYTES
 class HostBackup:
     """The host-memory copies of one sleeping model's tensors. For one thread at a time.
 
-    `copied` counts the bytes that this object copied to host memory. Tensors that another sleeping
-    model had copied before are not counted. Transfer buffers are reused until `free`.
+    `copied` counts the bytes that this object copied to host memory. Tensors that were there
+    already, copied for another sleeping model, are not counted. Transfer buffers are reused until
+    `free`.
     """
 
     def __init__(self, gpu: SharedGpu, host: Client, checkpoint: str) -> None:
-        """Use the memory manager `host`, which must be one of host memory.
+        """Use `host`, a memory manager of host memory.
+
+        Tensors are copied from `gpu`. `checkpoint` names the model to the manager.
 
         Raises:
             UnsupportedError: The manager lends memory of another kind.
@@ -60,9 +63,10 @@ class HostBackup:
         self._uploader: Uploader | None = None  # of what comes back
 
     def keep(self, slab: SleepingSlab) -> None:
-        """Copy the tensors of a slab that is still on the GPU to host memory; set `slab.backup`.
+        """Copy the tensors of `slab`, which is still on the GPU, to host memory.
 
-        Tensors that the manager has already are leased and not copied.
+        Sets `slab.backup` to leases on the copies. Tensors that the manager has already are leased
+        and not copied.
 
         Raises:
             MemoryManagerError: The manager has no room, does not answer, or refuses the bytes
@@ -118,9 +122,13 @@ class HostBackup:
         return fill
 
     def restore(self, slab: SleepingSlab, extent: MappedExtent, opener: Opener) -> None:
-        """Copy the tensors of a slab from host memory to their offsets in new GPU memory.
+        """Copy the tensors of `slab` from host memory to their offsets in new GPU memory.
 
-        `extent` is that memory, and `opener` maps it.
+        `extent` is the new memory, and `opener` maps it.
+
+        Raises:
+            BackendError: The GPU's driver refuses.
+            SharedMemoryError: The copies in host memory cannot be mapped.
         """
         if self._uploader is None:
             self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)

@@ -2,8 +2,8 @@
 
 The manager lends slabs of GPU memory. To put a tensor there, this process maps a new slab, copies
 the tensor on the GPU, waits for the copy, and unmaps and seals the slab. From then on every process
-maps it read-only. The manager cannot read GPU memory, so it trusts the digests that this process
-computed.
+maps the slab read-only. The manager cannot read GPU memory, so it trusts the digests that this
+process computed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ DeviceManagerResidents = ManagerResidents[DeviceRequest, DeviceResident]
 
 
 class DeviceMemory:
-    """GPU memory as a manager lends it: how slabs are filled, and the residents in them."""
+    """GPU memory that a memory manager lends, which this process fills and maps."""
 
     namespace: Final = "device"
 
     def __init__(self, gpu: Gpu, client: Client) -> None:
-        """Check that the manager lends memory of this GPU.
+        """Check that the manager of `client` lends memory of `gpu`.
 
         Raises:
             UnsupportedError: The manager lends memory of another device.
@@ -71,11 +71,13 @@ class DeviceMemory:
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why tensors of this memory cannot share parts, or None if they can."""
+        """The reason why tensors in this memory cannot share parts, or None if they can."""
         return self.opener.whole_only
 
     def resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
-        """Return the leased tensor as a resident with the geometry of `key`.
+        """Return the leased tensor as a resident with the dtype, shape and stride of `key`.
+
+        The digest of `key` is ignored; the resident has the digest of the lease.
 
         Raises:
             BackendError: The lease is on a tensor of another size.
@@ -94,12 +96,12 @@ class DeviceMemory:
             ) from error
 
     def data(self, request: DeviceRequest) -> None:
-        """Return None: the client cannot copy the bytes, so `fill` writes the tensor."""
+        """Return None, because the client cannot copy the bytes; `fill` writes the tensor."""
 
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
-        """Return a function that writes the requested tensors into a slab of the manager.
+        """Return a function that writes the tensors of `requests` into a slab of the manager.
 
-        `requests` are by layer key. The function returns the tensors' digests.
+        `requests` has the requests by layer key. The function returns the tensors' digests.
         """
 
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
@@ -118,9 +120,11 @@ class DeviceMemory:
         return write_all
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests memory; if it is refused, unmap unused mappings and retry.
+        """Call `ask`, which requests memory from the manager.
 
-        A mapping that nothing refers to any more keeps its lease until it is unmapped.
+        If the manager refuses, unused mappings are unmapped, and `ask` is called once more. This
+        may help, because a mapping that nothing refers to any more keeps its lease until it is
+        unmapped.
         """
         self.gpu.with_room(ask, RefusedError)
 
@@ -132,12 +136,17 @@ _slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakV
 class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     """One load's requests to the manager of a GPU, where large tensors consist of blocks.
 
-    Each block of 16 MiB is a tensor of the manager, with a slab of its own. A record, which is
-    found by the tensor's digest and by its recipe, lists the blocks of a tensor.
+    A block is a piece of 16 MiB of a tensor. In the manager, each block is a tensor of its own,
+    with a slab of its own. The blocks of a large tensor are listed in a record, which is found by
+    the large tensor's digest and by its recipe.
     """
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
-        """Return the residents with these keys, whole or in blocks, in order; None for others."""
+        """Look up residents by digest; return them in order, or None for each miss.
+
+        Tensors in blocks are found, too. They count as misses if this process cannot open a
+        descriptor for each of their blocks.
+        """
         found = super().by_content(keys)
         missing = [
             n
@@ -151,9 +160,10 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return found
 
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[DeviceResident | None]:
-        """Return the residents of these recipes, in order, or None.
+        """Look up residents by recipe; return them in order, or None for each miss.
 
-        Tensors in blocks are left out if this process cannot open that many descriptors.
+        A tensor in blocks counts as a miss if this process cannot open a descriptor for each of its
+        blocks.
         """
         if self.memory.whole_only is not None:
             return super().by_recipe(queries)
@@ -179,10 +189,10 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return admitted
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
-        """Publish the record of a tensor in blocks, so that other processes find it.
+        """Publish the record of `resident`, a tensor in blocks, so that other processes find it.
 
-        They find it by its digest and, unless `recipe` is "", by its recipe. Does nothing if the
-        manager does not lend all of the blocks.
+        The record lists the blocks. Other processes find it by the tensor's digest and, unless
+        `recipe` is "", by `recipe`. Does nothing if the manager does not lend all of the blocks.
         """
         assert isinstance(resident, TensorInBlocks)
         if not all(isinstance(block.lease, Lease) for block in resident.blocks):
@@ -225,7 +235,7 @@ def _nbytes(key: ResidentKey) -> int:
 
 
 def device_session(client: Client, gpu: Gpu, checkpoint: str) -> DeviceSession:
-    """Return a load's session with the manager of one GPU.
+    """Return a load's session with the manager of `gpu`.
 
     `checkpoint` names the load to the manager.
 
@@ -240,9 +250,10 @@ def device_manager_residents(
 ) -> DeviceManagerResidents:
     """Connect a load to the memory manager of `gpu`.
 
-    `where` is the socket of that manager, or of the manager of host memory beside it. With `where`
-    None, no manager is used. If the manager does not answer, the failure is logged, the result's
-    `failed` has the reason, and the load goes on without it.
+    `where` is the socket of that manager, or of the manager of host memory beside it. If `where` is
+    None, no manager is used. `checkpoint` names the load to the manager. If the manager does not
+    answer, the failure is logged, the result's `failed` has the reason, and the load goes on
+    without the manager.
     """
     if where is None:
         return ManagerResidents()

@@ -1,7 +1,8 @@
 """Map GPU memory that was received as file descriptors into this process, and unmap it again.
 
-Only whole handles are mapped, because CUDA cannot map a part of one. If a step fails, the earlier
-ones are undone, so a process that cannot map the memory can still load its weights privately.
+Only whole handles are mapped, because CUDA cannot map a part of a handle. If a step fails, the
+earlier steps are undone, so a process that cannot map the memory can still load its weights
+privately.
 """
 
 from collections.abc import Sequence
@@ -26,17 +27,23 @@ class MappedExtent(NamedTuple):
 
 
 class Opener(Protocol):
-    """An interface for mapping slabs. A method that raises BackendError has undone its work."""
+    """An interface for mapping slabs.
+
+    A method that raises BackendError has undone the steps that it had taken.
+    """
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why several slabs cannot be mapped side by side, or None if they can."""
+        """The reason why every tensor must lie in a single slab, or None.
+
+        None means that several slabs can be mapped side by side.
+        """
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Map the slabs side by side, in order; return the address of the first."""
+        """Map the slabs `extents` side by side, in order; return the address of the first."""
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Unmap the slabs that `open` mapped, and free the address range.
+        """Unmap the slabs that `open` mapped at `address`, and free the address range.
 
         No kernel may use the range any more.
         """
@@ -44,8 +51,8 @@ class Opener(Protocol):
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Replace the slabs by private, writable memory with the same bytes at the same address.
 
-        Waits for all work of the GPU's context; no other may be started meanwhile. `close` frees
-        the private memory.
+        Waits for all work of the GPU's context. No other work may be started meanwhile. `close`
+        frees the private memory.
 
         Raises:
             UnsupportedError: The backend cannot put other memory at this address.
@@ -54,26 +61,29 @@ class Opener(Protocol):
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Unmap slabs that `open` mapped read-only, but keep the address range reserved.
 
-        No kernel may use the range. `remap` uses the addresses again, and `free` releases them.
+        No kernel may use the range. `remap` maps slabs there again, and `free` releases the range.
 
         Raises:
             UnsupportedError: The backend cannot keep the addresses.
         """
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Map slabs read-only at an address range that `unmap` kept; the total size is the same."""
+        """Map the slabs `extents` read-only at an address range that `unmap` kept.
+
+        Their total size must be that of the range.
+        """
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Release an address range that `unmap` kept."""
 
 
 def total(extents: Sequence[MappedExtent]) -> int:
-    """Return the total size of the extents in bytes."""
+    """Return the total size of `extents` in bytes."""
     return sum(extent.nbytes for extent in extents)
 
 
 class VmmOpener:
-    """The opener of memory that was allocated with cuMemCreate and exported as a descriptor."""
+    """The opener for memory that was allocated with cuMemCreate and exported as a descriptor."""
 
     whole_only: Final = None
 
@@ -200,11 +210,14 @@ class IpcOpener:
         self._device: Final = device.ordinal
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Map one extent and return its address. Its descriptor is that of an IPC ticket.
+        """Map a single extent and return its address.
+
+        The descriptor of the extent is that of an IPC ticket, a file from which the handle and the
+        size of the memory are read. `access` is ignored.
 
         Raises:
-            UnsupportedError: There are several extents: the driver chooses the addresses, so they
-                cannot lie side by side.
+            UnsupportedError: There are several extents. They cannot lie side by side, because the
+                driver chooses the addresses.
             NotSealedError: The ticket is for less memory than the extent.
         """
         if len(extents) != 1:
@@ -223,7 +236,7 @@ class IpcOpener:
             self._driver.ipc_close(address)
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Raise UnsupportedError: CUDA IPC cannot map memory at a given address.
+        """Raise UnsupportedError, because CUDA IPC cannot map memory at a given address.
 
         Raises:
             UnsupportedError: Always.
@@ -234,7 +247,7 @@ class IpcOpener:
         )
 
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Raise UnsupportedError: CUDA IPC cannot map memory at its old address again.
+        """Raise UnsupportedError, because CUDA IPC cannot map memory at its old address again.
 
         Raises:
             UnsupportedError: Always.
@@ -253,10 +266,10 @@ class IpcOpener:
 
 
 def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
-    """Return the opener for memory of a manager with the backend `vmm` or `ipc`.
+    """Return the opener for the memory of a manager whose `backend` is `vmm` or `ipc`.
 
     Raises:
-        UnsupportedError: The backend lends no GPU memory.
+        UnsupportedError: The backend is another one, which lends no GPU memory.
     """
     if backend == "vmm":
         return VmmOpener(driver, device)

@@ -1,7 +1,8 @@
 """The provider of a vLLM load's shared tensors on a GPU.
 
 Final tensors (the weights as vLLM uses them, after fusing and slicing) are computed in temporary
-host memory, uploaded to the GPU, and mapped read-only into the model. Each is on the GPU once.
+host memory, uploaded to the GPU, and mapped read-only into the model. Each final tensor is on the
+GPU once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _WRITTEN: Final = frozenset(
 class GpuProvider:
     """The `ResidentProvider` of one load on a GPU: it finds, uploads and maps residents.
 
-    A resident is an immutable tensor in memory that models share. For one thread; `close` frees the
-    upload buffers.
+    A resident is an immutable tensor in memory that models share. `close` frees the upload buffers.
+    For one thread.
     """
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
@@ -64,11 +65,14 @@ class GpuProvider:
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why large tensors are not split into shared blocks on this GPU, or None."""
+        """The reason why large tensors do not share blocks of 16 MiB on this GPU, or None."""
         return self._blocks.why_whole or self._manager.not_by_leaf
 
     def reason(self, name: str) -> str | None:
-        """Return why the tensor `name` stays private: engines write to it. None if it is shared."""
+        """Return why the tensor `name` must stay private, or None if it can be shared.
+
+        Tensors that engines write to stay private, because shared memory on a GPU is read-only.
+        """
         if name.rpartition(".")[2].lstrip("_") in _WRITTEN:
             return "engines write to it, and memory shared on a GPU is read-only"
         return None
@@ -76,7 +80,7 @@ class GpuProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[DeviceResident | None]:
-        """Look up residents, in order, as `ResidentProvider.find` specifies."""
+        """Look up residents and return them in order, as specified by `ResidentProvider.find`."""
         found = [self._in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -101,18 +105,18 @@ class GpuProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
-        """Return this process's resident with this key, or None."""
+        """Return this process's resident with this `key`, or None."""
         return self._gpu.lookup(ReplicaKey(key, 0))
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Register the resident of a recipe, for as long as the resident lives."""
+        """Register `resident` under `recipe`, for as long as the resident lives."""
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> list[tuple[DeviceResident, bool]]:
-        """Return a resident for each request, and whether this call wrote it to the GPU.
+        """Return a resident for each request, in order, and whether this call wrote it to the GPU.
 
         Raises:
             OutOfMemoryError: The GPU has no room, or its driver refuses.
@@ -139,7 +143,7 @@ class GpuProvider:
         return write
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a resident as a read-only tensor, mapped for this load's model.
+        """Return `resident` as a read-only tensor, mapped for this load's model.
 
         Raises:
             OutOfMemoryError: The resident cannot be mapped.
@@ -151,6 +155,10 @@ class GpuProvider:
             raise OutOfMemoryError(str(error)) from error
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private copy on the GPU of a tensor in host memory."""
+        """Return a private copy of `tensor`, which lies in host memory, on the GPU.
+
+        Raises:
+            torch.OutOfMemoryError: The GPU has no room.
+        """
         there = self._gpu.device
         return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)

@@ -1,8 +1,8 @@
 """Residents on a GPU: immutable tensors in slabs, which every model maps read-only.
 
 A slab is a piece of GPU memory that holds one or more tensors. Each model has its own mapping of
-every slab it uses. So one model can get private memory, at the addresses that its CUDA graphs have
-captured, while the other models go on sharing.
+every slab that it uses. So the memory of a single model can be made private, at the addresses that
+the model's CUDA graphs have captured, while other models go on sharing.
 """
 
 import itertools
@@ -28,8 +28,9 @@ Write = Callable[[int], str | None]
 
 
 class DeviceSlab:
-    """A slab of GPU memory, given by the descriptor of `source`, which is kept open.
+    """A slab of GPU memory.
 
+    `source` owns the descriptor of the memory, which stays open as long as this object lives.
     `serial` identifies the slab within this process. Safe from any thread.
     """
 
@@ -47,7 +48,7 @@ class DeviceSlab:
 
 
 class Lent(Protocol):
-    """A lease on a tensor in a memory manager, which its resident holds."""
+    """An interface for the lease that a resident holds on its tensor in a memory manager."""
 
     @property
     def nbytes(self) -> int:
@@ -57,8 +58,8 @@ class Lent(Protocol):
 class DeviceResident:
     """An immutable tensor in one slab, or in several slabs side by side.
 
-    It begins `offset` bytes after the start of the first slab. Each mapping of the tensor keeps
-    this object alive, and with it the memory manager's `lease`, if there is one.
+    The tensor begins `offset` bytes after the start of the first slab. Each mapping of the tensor
+    keeps this object alive, and with it the memory manager's `lease`, if there is one.
     """
 
     __slots__ = ("__weakref__", "key", "lease", "nbytes", "offset", "slabs")
@@ -66,10 +67,11 @@ class DeviceResident:
     def __init__(
         self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: Lent | None = None
     ) -> None:
-        """Describe a tensor with this key that lies in these slabs.
+        """Describe the tensor `key`, which lies in `slabs` from byte `offset` on.
 
         Raises:
-            SlabUsageError: The key's geometry has gaps, exceeds the slabs, or is not the lease's.
+            SlabUsageError: The key's shape and stride leave gaps, the tensor exceeds the slabs, or
+                its size is not that of the lease.
         """
         nbytes = torch_dtype(key.dtype).itemsize
         for size in key.shape:
@@ -96,7 +98,10 @@ class DeviceResident:
 
     @property
     def leaf_shared_bytes(self) -> int:
-        """The number of its bytes that were resident before it was built: 0 unless in blocks."""
+        """The number of the tensor's bytes that were resident before it was built.
+
+        It is 0 unless the tensor consists of blocks (`TensorInBlocks`).
+        """
         return 0
 
 
@@ -104,10 +109,10 @@ _Place = tuple[tuple[int, ...], ResidentKey | None]
 
 
 class Views:
-    """The mappings of residents of one model. Safe from any thread.
+    """The mappings of residents for one model. Safe from any thread.
 
-    A slab is unmapped after its last tensor is gone and no kernel can use it any more. `kind` is
-    the DLPack device type of the tensors.
+    A slab is unmapped after the last tensor in it is gone and no kernel can use the slab any more.
+    `kind` is the DLPack device type of the tensors.
     """
 
     def __init__(self, kind: int = CUDA) -> None:
@@ -118,7 +123,7 @@ class Views:
         self._lock = threading.Lock()
 
     def tensor(self, resident: DeviceResident) -> torch.Tensor:
-        """Return the resident as a tensor in this model's mapping, which is made if necessary.
+        """Return `resident` as a tensor in this model's mapping, which is made if necessary.
 
         The memory is read-only: after a kernel writes to it, this process can no longer use the
         GPU.
@@ -160,9 +165,8 @@ class Views:
     def make_private(self) -> int:
         """Replace the model's shared memory by private, writable copies at the same addresses.
 
-        Returns the number of bytes copied. Waits for all work of the GPU; the model must not run
-        meanwhile. After an error, some mappings may be private, and the others are shared as
-        before.
+        Returns the number of bytes copied. Waits for all work of the GPU. The model must not run
+        meanwhile. After an error, some mappings may be private, and the others are still shared.
 
         Raises:
             BackendError: The driver refused.
@@ -182,8 +186,8 @@ class DeviceRequest:
     """A tensor to make resident on a GPU: its recipe, its key, and a function that writes it.
 
     `write(address)` writes the tensor on any stream of the current context. If the key's digest is
-    "", it also returns the tensor's digest, and None otherwise. `copy` is the replica number:
-    residents with equal keys and different numbers have separate memory.
+    "", `write` must return the tensor's digest. Otherwise it may return None or "". `copy` is the
+    replica number: residents with equal keys and different numbers have separate memory.
     """
 
     recipe: str
@@ -193,14 +197,17 @@ class DeviceRequest:
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
-        """Return the resident's key, with the digest that `write` returned unless that is None."""
+        """Return the resident's key, completed by the `digest` that `write` returned.
+
+        If `digest` is None or "", the key is returned unchanged.
+        """
         return replace(self.key, digest=digest) if digest else self.key
 
 
 def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
     """Return a function that copies a gap-free tensor to an address of `gpu`.
 
-    The tensor lies in host memory or on that GPU.
+    The tensor lies in host memory or on `gpu`.
     """
     nbytes = tensor.nbytes
 

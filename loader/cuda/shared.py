@@ -1,7 +1,7 @@
 """Residents that the models of this process share on one GPU: built once, mapped by each model.
 
-A resident is found by its replica key: dtype, shape, stride and digest, and a number. Equal tensors
-of one model have different numbers, and so separate memory.
+A resident is found by its replica key, which consists of dtype, shape, stride, digest and a number.
+Equal tensors of one model have different numbers, and so separate memory.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ BATCH_BYTES: Final = 64 << 20
 class SharedGpu:
     """One GPU and the residents on it that models of this process use. Safe from any thread.
 
-    Residents are referenced weakly: one is freed when the last model that uses it is gone.
+    Residents are referenced weakly, so a resident is freed when the last model that uses it is
+    gone.
     """
 
     def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
-        """Wrap a GPU; `device` is torch's device and `kind` DLPack's device type.
+        """Wrap `gpu`; `device` is its torch device, and `kind` its DLPack device type.
 
         Raises:
             DeviceError: Memory of this GPU cannot be passed to other processes.
@@ -79,15 +80,16 @@ class SharedGpu:
         self._lock = threading.RLock()
 
     def lookup(self, known: ReplicaKey) -> DeviceResident | None:
-        """Return this process's resident with this replica key, or None."""
+        """Return this process's resident with the replica key `known`, or None."""
         return self._residents.get(known)
 
     def find(
         self, wanted: Sequence[ReplicaKey], manager: DeviceManagerResidents
     ) -> list[DeviceResident | None]:
-        """Look up residents, in order: in this process, then the missing ones in the manager.
+        """Look up residents in this process, and the missing ones in the manager.
 
-        The result has None for each that neither has.
+        Returns them in the order of `wanted`, with None for each that was not found. The manager is
+        asked only for residents with replica number 0 whose digest is a hash of their bytes.
         """
         found = [self._residents.get(each) for each in wanted]
         asked = [
@@ -111,9 +113,10 @@ class SharedGpu:
     ) -> list[tuple[DeviceResident, bool]]:
         """Return a resident for each (key, recipe, writer), and whether this call wrote it.
 
-        Missing residents are put into the manager's memory or, if it does not take them, into
-        memory of this process. A large tensor whose writer is a `TensorWriter` is built in blocks,
-        and only the blocks that are not resident are written. `log` is the load's `BlockLog`.
+        The results are in the order of `wanted`. Missing residents are put into the manager's
+        memory or, if it does not take them, into memory of this process. A large tensor whose
+        writer is a `TensorWriter` is built of blocks (pieces of 16 MiB), and only the blocks that
+        are not resident are written. `log` is the load's `BlockLog`.
 
         Raises:
             BackendError: The GPU has no room, or its driver refuses; keep the tensors private.
@@ -246,7 +249,10 @@ class SharedGpu:
         return self._local.put([request])[0] if lent is None else lent[0]
 
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
-        """Register a resident under a key, unless there is one; return the registered one."""
+        """Register `resident` under the replica key `known`, unless the key is taken.
+
+        Returns the resident that is registered now.
+        """
         with self._lock:
             first = self._residents.setdefault(known, resident)
             self._known[first] = known
@@ -257,11 +263,17 @@ class SharedGpu:
             return first
 
     def block(self, digest: str) -> DeviceResident | None:
-        """Return this process's block of a large tensor by its digest, or None."""
+        """Return this process's block with this `digest`, or None.
+
+        A block is a piece of 16 MiB of a large tensor.
+        """
         return self._blocks.get(digest)
 
     def views_of(self, model: nn.Module) -> Views:
-        """Return the mappings of a model, which it shares with no other model."""
+        """Return the mappings for `model`, which are not shared with other models.
+
+        The first call for a model returns a new object without mappings.
+        """
         with self._lock:
             found = self._views.get(model)
             if found is None:
@@ -269,7 +281,7 @@ class SharedGpu:
             return found
 
     def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
-        """Return whether a tensor is a resident of this GPU with this key."""
+        """Return whether `tensor` is a mapping of a resident of this GPU with this `key`."""
         known = self.known(param_data(tensor))
         return known is not None and known.key == key
 
@@ -279,11 +291,11 @@ class SharedGpu:
         return None if resident is None else self._known.get(resident)
 
     def known_as(self, resident: DeviceResident) -> ReplicaKey | None:
-        """Return the replica key under which a resident is registered, or None."""
+        """Return the replica key under which `resident` is registered, or None."""
         return self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """Return the resident whose memory, shape and stride are those of `tensor`, or None."""
+        """Return the resident with the memory, dtype, shape and stride of `tensor`, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
@@ -293,15 +305,17 @@ class SharedGpu:
         return self._places.get((tuple(each.slab for each in places), places[0].offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
-        """Return the mapping in which a tensor lies, be it shared or private, or None."""
+        """Return the shared or private mapping in which `tensor` lies, or None."""
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
     def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Return every resident in use, with its replica key."""
+        """Return every resident in use, preceded by its replica key."""
         return list(self._residents.items())
 
     def seen(self, resident: DeviceResident) -> torch.Tensor:
-        """Map a resident independently of any model, to inspect its bytes.
+        """Return `resident` as a tensor for inspecting its bytes.
+
+        The tensor is mapped independently of any model.
 
         Raises:
             BackendError: The resident cannot be mapped.
@@ -364,13 +378,13 @@ def _nbytes(key: ResidentKey) -> int:
 class LocalDevice:
     """Residents that this process builds on one GPU without a memory manager.
 
-    Once written, they are read-only in this process, too. The memory is freed when the last mapping
-    of it ends. Safe from any thread; calls of `put` run one at a time. After a BackendError, load
-    the tensors privately.
+    Once written, the residents are read-only in this process, too. Their memory is freed when its
+    last mapping ends. Safe from any thread; calls of `put` run one at a time. After a BackendError,
+    load the tensors privately.
     """
 
     def __init__(self, gpu: Gpu) -> None:
-        """Prepare the GPU.
+        """Prepare to allocate memory of `gpu`.
 
         Raises:
             DeviceError: The driver cannot allocate shareable memory on this GPU.
@@ -384,15 +398,21 @@ class LocalDevice:
         self._lock = threading.Lock()
 
     def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
-        """Return the resident with this key and replica number, or None.
+        """Return the resident with this `key` and replica number, or None.
 
-        It is freed unless the caller keeps a reference.
+        `copy` is the replica number. The resident is freed unless the caller keeps a reference.
         """
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
     def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
-        """Return a resident for each request, in order; write missing ones into one new slab."""
+        """Return a resident for each request of `wanted`, in order.
+
+        All missing residents are written into one new slab.
+
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses.
+        """
         with self._lock:
             found = {
                 index: resident

@@ -1,14 +1,14 @@
 """Sleep mode on a GPU: shared weights are unmapped and, if no model uses them, moved to the host.
 
 The weights lie in slabs, pieces of GPU memory that several models can map. Leases hold the tensors
-at every moment, so none is lost if another process ends:
+at every moment, so no tensor is lost if another process ends:
 
 1. `sleep` takes new leases, which tell the memory manager that their holder sleeps (`standby`), and
-   unmaps the slabs. Their addresses stay reserved.
+   unmaps the slabs. The addresses of the slabs stay reserved.
 2. A slab that no model awake uses is copied to a memory manager of host memory (`host_backup`).
    Then the leases on the GPU's memory end, and the manager evicts it.
-3. `wake` maps the slab at its old address again. If it is no longer on the GPU, a slab with the
-   same layout from another engine is used, or a new one is filled from host memory.
+3. `wake` maps the slab at its old address again. If the slab is no longer on the GPU, a slab with
+   the same layout from another engine is used, or a new one is filled from host memory.
 
 A slab that cannot be unmapped stays mapped and is reported. A copy that fails is tried again if
 that may help. A slab that cannot be mapped again stays asleep.
@@ -57,8 +57,8 @@ class SleepReport:
     """The result of `SleepingModel.sleep`, in bytes of slabs.
 
     `unmapped` bytes are no longer mapped here, and `copied` bytes were written to host memory. A
-    slab that is not copied stays on the GPU while a model awake uses it. `reasons` says why slabs
-    could not be copied or unmapped.
+    slab that a model awake uses is not copied and stays on the GPU. `reasons` says why slabs could
+    not be copied or unmapped.
     """
 
     unmapped: int = 0
@@ -69,14 +69,17 @@ class SleepReport:
 class SleepingModel:
     """The shared weights of one model on one GPU, which can sleep and wake. Safe from any thread.
 
-    The model must not run between the start of `sleep` and the return of `wake`. Its tensors keep
-    their addresses, so captured graphs stay valid.
+    The model must not run between the start of `sleep` and the return of `wake`. The model's
+    tensors keep their addresses, so captured graphs stay valid.
     """
 
     def __init__(
         self, gpu: SharedGpu, host: Client, device: Client | None = None, checkpoint: str = ""
     ) -> None:
-        """Use a memory manager of host memory, `host`, and that of the GPU, `device`, if any.
+        """Use the memory manager `host` of host memory, and `device`, that of the GPU.
+
+        `device` is None if the GPU has no manager. `checkpoint` names the model to the managers and
+        in messages.
 
         Raises:
             UnsupportedError: A manager lends memory of another kind or device.
@@ -91,17 +94,18 @@ class SleepingModel:
 
     @property
     def asleep(self) -> int:
-        """The number of bytes that are unmapped now."""
+        """The number of bytes of this model that are unmapped now."""
         with self._lock:
             return sum(each.mapping.nbytes for each in self._mappings)
 
     # Falling asleep.
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> SleepReport:
-        """Unmap every slab behind these tensors; copy slabs that no model awake uses to the host.
+        """Unmap the slabs behind `tensors`, and copy those that no model awake uses to the host.
 
-        Waits for all work of the GPU. Private tensors are left alone. Failures are not raised: the
-        slab then stays mapped, or unmapped on the GPU, and the report says why.
+        Waits for all work of the GPU. Private tensors are left alone. Failures are not raised. A
+        slab that cannot be unmapped stays mapped, and a slab that cannot be copied stays on the
+        GPU, unmapped. The report has the reasons.
         """
         report = SleepReport()
         with self._lock:
@@ -158,9 +162,9 @@ class SleepingModel:
         """Copy sleeping slabs that no model awake uses any more to host memory.
 
         Returns the reasons why slabs could not be copied. While slabs sleep on the GPU, a
-        background thread calls this every second; after failures the pause grows to 30 s at most.
-        A slab that the manager has no room for, or whose bytes do not have their digest, is not
-        tried again until the model has woken.
+        background thread calls this method every second; after failures the pause grows to 30 s at
+        most. A slab that the manager has no room for, or whose bytes do not have their digest, is
+        not tried again until the model has woken.
         """
         reasons = []
         with self._lock:
@@ -234,7 +238,10 @@ class SleepingModel:
             self._watch = None
 
     def still_settling(self) -> bool:
-        """Return whether slabs may still be copied to host memory; if not, end the thread."""
+        """Return whether slabs may still be copied to host memory.
+
+        If not, the background thread that calls `settle` is told to end.
+        """
         with self._lock:
             if not self._waiting():
                 self._watch_off()
@@ -245,7 +252,8 @@ class SleepingModel:
     def wake(self) -> int:
         """Map every sleeping slab at its address again; return how many bytes were mapped.
 
-        After an error, some slabs are mapped and the others still sleep; call it again.
+        Returns 0 if no slab sleeps. After an error, some slabs are mapped and the others still
+        sleep; call `wake` again.
 
         Raises:
             MemoryManagerError: The GPU has no room, or its driver refuses.

@@ -27,7 +27,7 @@ class SleepingTensor(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """The digest of its bytes."""
+        """The digest of the tensor's bytes."""
         return self.known.key.digest
 
 
@@ -35,8 +35,8 @@ class SleepingTensor(NamedTuple):
 class SleepingSlab:
     """One slab of a sleeping model: its size in bytes, and its tensors in the order of offsets.
 
-    While `held` is not empty, its residents keep the tensors on the GPU. Otherwise `backup` has,
-    for each digest, a lease on a copy in host memory.
+    While `held` is not empty, the residents in it keep the tensors on the GPU. Otherwise `backup`
+    maps each digest to a lease on a copy in host memory.
     """
 
     nbytes: int
@@ -49,7 +49,11 @@ class SleepingSlab:
 
     @property
     def leases(self) -> list[Lease]:
-        """The leases on the slab's GPU memory; empty if this process allocated it by itself."""
+        """The leases on the slab's GPU memory.
+
+        There are none if this process allocated the memory by itself, or if the slab is no longer
+        on the GPU.
+        """
         return [each.lease for each in self.held if isinstance(each.lease, Lease)]
 
     def sizes(self) -> dict[str, int]:
@@ -57,16 +61,20 @@ class SleepingSlab:
         return {each.digest: each.nbytes for each in self.tensors}
 
     def places(self) -> list[tuple[int, str, int]]:
-        """Return (offset, digest, size) of each distinct place of the slab, in order."""
+        """Return (offset, digest, size) of each tensor in the slab, in order of the offsets.
+
+        Tensors with the same bytes at the same offset are listed once.
+        """
         return sorted({(each.offset, each.digest, each.nbytes) for each in self.tensors})
 
 
 @dataclass(eq=False)
 class SleepingMapping:
-    """A sleeping mapping and the slabs to map there again: one slab, or the blocks of one tensor.
+    """A sleeping mapping and the slabs to map there again.
 
-    A block that occurs twice in the tensor is listed twice, as the same object. `tensor` has, for
-    blocks, the tensor's replica key and leaf digests; it is None for a single slab.
+    `slabs` has a single slab, or one slab for each block (16 MiB) of a large tensor, in order. A
+    block that occurs twice in the tensor is listed twice, as the same object. `tensor` is the
+    replica key and the leaf digests of the large tensor, and None for a single slab.
     """
 
     mapping: DeviceMapping
@@ -74,7 +82,7 @@ class SleepingMapping:
     tensor: tuple[ReplicaKey, tuple[bytes, ...]] | None = None
 
     def each_slab(self) -> list[SleepingSlab]:
-        """Return the distinct slabs, in order."""
+        """Return the slabs in order, each of them once."""
         return list(dict.fromkeys(self.slabs))
 
     def residents(
@@ -82,7 +90,7 @@ class SleepingMapping:
     ) -> list[tuple[ReplicaKey, DeviceResident]]:
         """Return the tensors behind the mapping: each replica key with its resident.
 
-        `found` has, for each slab, the residents on the GPU that have its tensors.
+        `found` maps each slab to the residents that have its tensors on the GPU.
         """
         if self.tensor is None:
             [slab] = self.slabs
@@ -96,5 +104,5 @@ class SleepingMapping:
 
 
 def key_asleep(digest: str) -> str:
-    """Return the memory manager's layer key for a sleeping model's tensor with this digest."""
+    """Return the layer key of a manager for a sleeping model's tensor with this `digest`."""
     return f"asleep:{digest}"

@@ -1,7 +1,7 @@
 """The GPU memory that a sleeping model still holds, by stand-by leases of the GPU's memory manager.
 
 A lease keeps its tensor in memory. A stand-by lease tells the manager, in addition, that its holder
-sleeps; the manager then answers which of the tensors are also leased by engines that are awake.
+sleeps. The manager then answers which of the tensors are also leased by engines that are awake.
 Without a manager, the memory belongs to this process.
 """
 
@@ -34,10 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyMemory:
-    """The memory of one GPU that a sleeping model holds. For one thread at a time."""
+    """The GPU memory that one sleeping model holds. For one thread at a time."""
 
     def __init__(self, gpu: Gpu, device: Client | None, checkpoint: str) -> None:
-        """Use the memory manager `device` of this GPU, or none.
+        """Use `device`, the memory manager of `gpu`, or no manager if it is None.
+
+        `checkpoint` names the model to the manager.
 
         Raises:
             UnsupportedError: The manager lends the memory of another device.
@@ -49,13 +51,14 @@ class StandbyMemory:
         self._checkpoint: Final = checkpoint
 
     def hold(self, residents: dict[SleepingSlab, list[DeviceResident]]) -> None:
-        """Take stand-by leases on the tensors of these slabs, and set `held` of each slab.
+        """Hold the tensors of these slabs on the GPU while the model sleeps.
 
-        `residents` has the tensors of each slab on the GPU. Slabs that this process allocated
-        without a manager are held by these residents.
+        `residents` maps each slab to its tensors on the GPU. For slabs that the manager lends, this
+        takes stand-by leases on the tensors. Slabs that this process allocated without a manager
+        are held by their residents. Sets `held` of each slab.
 
         Raises:
-            MemoryManagerError: The manager does not answer, or has a tensor in another slab by now.
+            MemoryManagerError: The manager does not answer, or now has a tensor in another slab.
         """
         lent = []
         for slab, each in residents.items():
@@ -95,7 +98,7 @@ class StandbyMemory:
         return residents or None
 
     def used_awake(self, slabs: Sequence[SleepingSlab]) -> set[SleepingSlab]:
-        """Return the slabs that a model awake uses, in this process or in another engine.
+        """Return those of `slabs` that a model awake uses, in this process or in another engine.
 
         If the manager does not answer, all slabs that it lends count as used.
         """
@@ -115,7 +118,10 @@ class StandbyMemory:
         return used
 
     def let_go(self, slab: SleepingSlab) -> None:
-        """End the leases on a slab's GPU memory, and have the manager evict it."""
+        """End the leases on a slab's GPU memory, and have the manager evict it.
+
+        If the manager fails, the failure is only logged.
+        """
         leases, slab.held = slab.leases, []
         for lease in leases:
             lease.close()
@@ -126,7 +132,10 @@ class StandbyMemory:
                 _log.debug("%s: not evicted: %s", self._checkpoint, str(error))
 
     def say(self, leases: Sequence[Lease], *, asleep: bool) -> None:
-        """Tell the manager whether the holder of these leases sleeps; errors are only logged."""
+        """Tell the manager whether the holder of `leases` sleeps.
+
+        Does nothing without a manager. Errors are only logged.
+        """
         if not leases or self._device is None:
             return
         try:
@@ -138,9 +147,10 @@ class StandbyMemory:
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
         """Return the tensors of `slab` in a slab of the manager with the same layout, or None.
 
-        Another engine may have put one there already. Otherwise a new slab is put, which `restore`
-        fills and other engines can use when they wake. Returns None without a manager, or if the
-        manager fails or has no room.
+        If another engine has put a slab with this layout there already, that slab is used.
+        Otherwise a new slab is put. `restore` fills it, and other engines can use it when they
+        wake. Returns None without a manager, or if the manager fails, has no room, or has the
+        tensors in another layout.
         """
         if self._memory is None:
             return None
@@ -185,10 +195,11 @@ class StandbyMemory:
         return self._as_laid_out(slab, leases)
 
     def publish(self, resident: DeviceResident) -> None:
-        """Publish the record of a tensor in blocks again, after its memory had been evicted.
+        """Publish the record of `resident`, a tensor in blocks, after its memory was evicted.
 
-        Other engines then find the tensor by its digest. Does nothing for a tensor that is not in
-        blocks, or without a manager; errors are only logged.
+        The record lists the blocks (pieces of 16 MiB). With it, other engines find the tensor by
+        its digest again. Does nothing without a manager, or if the tensor is not in blocks. Errors
+        are only logged.
         """
         if self._session is None or not isinstance(resident, TensorInBlocks):
             return

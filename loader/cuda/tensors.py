@@ -69,13 +69,13 @@ def tensor_at(
     device: tuple[int, int],
     owner: object,
 ) -> torch.Tensor:
-    """Return a tensor over memory at an address; its storage keeps `owner` alive.
+    """Return a tensor over the memory at `address`; its storage keeps `owner` alive.
 
     `geometry` is (dtype, shape, stride), where the elements fill the memory without gaps. `device`
     is DLPack's (device type, ordinal).
 
     Raises:
-        UnsupportedError: `device` is a CUDA device and this torch sees none.
+        UnsupportedError: `device` is a CUDA device, and torch sees no GPU.
     """
     if device[0] == CUDA and not torch.cuda.is_available():
         raise UnsupportedError("this torch sees no GPU; install one that is built for CUDA")

@@ -1,8 +1,8 @@
 """Uploads to a GPU through a few page-locked buffers, with optional hashing.
 
 Page-locked memory is slow to allocate and fast to copy from, so a few buffers are allocated once
-and reused. While one buffer is filled, others are hashed, and copied to the GPU on a stream of
-their own.
+and reused. While one buffer is being filled, others are hashed and are copied to the GPU on a
+separate stream.
 """
 
 import os
@@ -42,7 +42,7 @@ class _Buffer:
 
 
 class Uploader:
-    """An uploader of file ranges and host tensors to a GPU. A context manager, for one thread.
+    """A context manager that uploads file ranges and host tensors to a GPU. For one thread.
 
     `kind` and `ordinal` are the DLPack device type and number of the GPU. Leaving the context frees
     the buffers.
@@ -51,7 +51,10 @@ class Uploader:
     def __init__(
         self, ordinal: int, kind: int = CUDA, nbytes: int = BUFFER_BYTES, buffers: int = BUFFERS
     ) -> None:
-        """Allocate `buffers` buffers of `nbytes` bytes each, a multiple of LEAF_BYTES."""
+        """Allocate `buffers` buffers of `nbytes` bytes each.
+
+        `nbytes` must be a multiple of LEAF_BYTES.
+        """
         self._device = (kind, ordinal)
         self._nbytes = nbytes
         pinned = kind == CUDA
@@ -62,20 +65,21 @@ class Uploader:
     def writer(
         self, fd: int, start: int, nbytes: int, *, hashed: bool = True
     ) -> Callable[[int], str]:
-        """Return a function that uploads a range of a file to a GPU address.
+        """Return a function that uploads a range of the open file `fd` to a GPU address.
 
-        The function returns the digest of the range, or "" with `hashed=False`. The GPU may still
-        be copying when it returns; `Gpu.fill` waits for that. The function raises ChangedFileError
-        if the file is too short, and OSError if it cannot be read.
+        The range has `nbytes` bytes from `start` on. The function returns the digest of the range,
+        or "" with `hashed=False`. The GPU may still be copying when the function returns;
+        `Gpu.fill` waits for that. The function raises ChangedFileError if the file is too short,
+        and OSError if it cannot be read.
         """
 
         return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)
 
     def sender(self, tensor: torch.Tensor) -> Callable[[int], str]:
-        """Return a function that uploads a host tensor to a GPU address.
+        """Return a function that uploads `tensor`, which lies in host memory, to a GPU address.
 
         The function keeps the tensor alive, does not hash it, and returns "". The GPU may still be
-        copying when it returns.
+        copying when the function returns; `Gpu.fill` waits for that.
         """
         source = memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)).cast("B")
 
@@ -124,7 +128,10 @@ class Uploader:
         self.close()
 
     def close(self) -> None:
-        """Free the buffers, after the copies and hashes that still read them have ended."""
+        """Free the buffers, after the copies and hashes that still read them have ended.
+
+        Closing twice has no effect.
+        """
         for buffer in self._free:
             buffer.wait()
         self._free.clear()

@@ -1,4 +1,4 @@
-"""Compare residents (shared tensors) byte by byte with the tensors that they stand for."""
+"""Compare residents (shared tensors) byte by byte with the tensors that they replace."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether a digest's algorithm is not collision-resistant.
+    """Return whether the algorithm of `digest` is not collision-resistant.
 
-    Other bytes with the same digest could then be made on purpose. For a digest that is derived
-    from a cast, the digest of the tensor that was cast decides.
+    Other bytes with the same digest could then be made on purpose. If `digest` is derived from a
+    cast (`cast_key`), the algorithm is that of the digest of the tensor that was cast.
     """
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
@@ -49,10 +49,12 @@ def is_forgeable(digest: str) -> bool:
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Check that residents copied from mapped files have the bytes that were hashed there before.
+    """Check that residents that were copied from mapped files have the bytes that were hashed.
 
-    `made` has each tensor with its resident. A file may have been written to in between, without a
-    change of its times. Call this before the residents are registered.
+    `made` has pairs of a tensor and its resident. A mapped tensor is hashed first and copied later,
+    and the file may be written to in between without a change of its times. Residents of tensors
+    that are not mapped from a file, as `memory` tells, are not checked. Call this before the
+    residents are registered.
 
     Raises:
         ChangedFileError: A resident's bytes do not have its digest.

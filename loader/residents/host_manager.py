@@ -63,13 +63,22 @@ _log = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """Host memory as a manager lends it: the client copies the bytes, the manager hashes them."""
+    """Host memory that a memory manager lends.
+
+    The client copies the bytes of tensors into it, and the manager hashes them.
+    """
 
     namespace: Final = "tensor"
     whole_only: Final = None
 
     def resident(self, key: ResidentKey, lease: Lease) -> Resident:
-        """Return the leased tensor as a resident with the geometry of `key`."""
+        """Return the leased tensor as a resident with the dtype, shape and stride of `key`.
+
+        The digest of `key` is ignored; the resident has the digest of the lease.
+
+        Raises:
+            SlabUsageError: The lease is on a tensor of another size, or exceeds its slab.
+        """
         return LentResident(replace(key, digest=lease.digest), lease)
 
     def data(self, request: ResidentRequest) -> Buffer:
@@ -77,10 +86,14 @@ class HostMemory:
         return tensor_bytes(request.tensor)
 
     def fill(self, requests: dict[str, ResidentRequest]) -> None:
-        """Return None: the client copies the result of `data`."""
+        """Return None, because the client copies the result of `data`."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask` once. Nothing can be freed here: unused host memory is unmapped at once."""
+        """Call `ask` once.
+
+        An error is passed on without a second attempt, because there is nothing to free: unused
+        host memory is unmapped at once.
+        """
         ask()
 
 
@@ -105,10 +118,11 @@ class _Admitted(NamedTuple):
 class HostSession(ManagerSession[ResidentRequest, Resident]):
     """One load's requests to a manager of host memory, where tensors can share leaves.
 
-    If a new tensor has leaves in common with tensors of the manager, these are leased, and only the
-    other leaves are put. The new tensor's record is published under its recipe, its digest and the
-    marks of some leaves (`leaf_marks`), by which other processes find candidates for sharing. A
-    second record lists the contents of the tensor (`Content`), if they are known.
+    If a new tensor has leaves in common with tensors of the manager, these tensors are leased, and
+    only the other leaves are put. A record describes the new tensor to other processes. It is
+    published under the tensor's recipe and digest, and under the marks of some leaves
+    (`leaf_marks`), by which other processes find candidates for sharing. A second record lists the
+    tensor's contents (`Content`), if they are known.
     """
 
     def __init__(self, client: Client, checkpoint: str) -> None:
@@ -119,7 +133,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._admitted: _Admitted | None = None
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
-        """Return the residents with these keys, also those in parts, in order; None for others."""
+        """Look up residents by digest; return them in order, or None for each miss.
+
+        Tensors that consist of parts of other tensors are found, too.
+        """
         found = super().by_content(keys)
         missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
         layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
@@ -130,9 +147,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def put(
         self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
     ) -> None:
-        """Put these tensors, as `ManagerSession.put` does.
+        """Put the tensors of `requests` into the manager's memory, as `ManagerSession.put` does.
 
-        Of large tensors, only the leaves that no tensor of the manager has are put.
+        Of a tensor of 8 MiB and more, only the leaves that no tensor of the manager has are put.
         """
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])
@@ -172,9 +189,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                     self._remember(resident, new_marks, *resident.published)
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
-        """Return residents of the manager that may share some of these contents.
+        """Return residents of the manager that may have some of these `contents`.
 
-        The contents of these residents are registered with `note_contents`.
+        `contents` are the parts of a new tensor whose digests are known, and `geometry` has the
+        dtype, shape and stride of that tensor. If the manager knows the contents of a resident that
+        is returned, they are registered with `note_contents`.
         """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
@@ -194,8 +213,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     ) -> Callable[[], None] | None:
         """Reserve room for the pieces of a new tensor that lie in no tensor of the manager.
 
-        Returns a function to call now and then while these pieces are read, or None if the manager
-        cannot hold the tensor in parts. `put_built` or `end_known` ends the reservation.
+        `pieces` are all pieces of the tensor, and `geometry` has its dtype, shape and stride.
+        Returns a function to call now and then while the missing pieces are read. Returns None if
+        the manager cannot hold the tensor in parts. `put_built` or `end_known` ends the
+        reservation.
 
         Raises:
             RefusedError: There is no room.
@@ -212,10 +233,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         return self._admitted.progress
 
     def put_built(self, resident: Resident) -> tuple[Resident, bool] | None:
-        """Put a resident that was built after `admit` into the manager.
+        """Put `resident`, which was built after `admit`, into the manager.
 
-        Returns the manager's resident and whether this call wrote it. Returns None if it cannot be
-        put.
+        Returns the manager's resident and whether this call wrote it, or None if the resident
+        cannot be put.
         """
         admitted, self._admitted = self._admitted, None
         assert admitted is not None, "nothing is built that was not admitted"
@@ -286,14 +307,20 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             return None
 
     def end_known(self) -> None:
-        """Release the room that `admit` reserved, if it is still unused, and related leases."""
+        """Release the room that `admit` reserved and `put_built` has not used.
+
+        The residents from `having` are released, too. Does nothing if there is nothing to release.
+        """
         admitted, self._admitted = self._admitted, None
         self._having = []
         if admitted is not None and admitted.put is not None:
             admitted.put.abandon()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Publish the contents of a resident that this load has put, so that others find it."""
+        """Publish the `contents` of `resident`, so that other processes find and share its parts.
+
+        Does nothing for a resident that this load has not put.
+        """
         if resident in self._put and isinstance(resident, LentResident | LentInParts):
             self._publish(resident, self._keys_of(content_marks(resident.key, contents)))
             record = record_of_parts(resident.key, resident.parts, contents)
@@ -475,8 +502,9 @@ def host_session(client: Client, checkpoint: str) -> HostSession:
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
     """Connect a load to the memory manager of host memory whose socket is `where`.
 
-    With `where` None, no manager is used. If the manager does not answer, the failure is logged,
-    the result's `failed` has the reason, and the load goes on without it.
+    If `where` is None, no manager is used. `checkpoint` names the load to the manager. If the
+    manager does not answer, the failure is logged, the result's `failed` has the reason, and the
+    load goes on without the manager.
     """
     if where is None:
         return ManagerResidents()

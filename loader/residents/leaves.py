@@ -1,13 +1,13 @@
 """Build a tensor from leaves of other tensors: equal leaves share memory, the others are copied.
 
-A *leaf* is a part of 2 MiB at a multiple of 2 MiB, as in a digest, and a *resident* a shared tensor
-in memory. Leaves of a new tensor that residents have at the same offset are mapped from the
-residents' slabs (pieces of shared memory). The other leaves are copied into a new slab. Each leaf
-is compared byte by byte before it is shared, so no digest is trusted.
+A *leaf* is a part of 2 MiB of a tensor that begins at a multiple of 2 MiB. A *resident* is a shared
+tensor in memory. If residents have leaves of a new tensor at the same offset, these leaves are
+mapped from the residents' slabs (pieces of shared memory). The other leaves are copied into a new
+slab. Each leaf is compared byte by byte before it is shared, so no digest is trusted.
 
-If the digests of a tensor's *contents* are known, for example of the checkpoint's tensors that it
-consists of, common leaves are found by digest, and only the others are read
-(`build_from_contents`). Digests are trusted then, as in every look-up by digest.
+The *contents* of a tensor are the ranges that it consists of, for example tensors of the
+checkpoint. If their digests are known, common leaves are found by digest, and only the other leaves
+are read (`build_from_contents`). Digests are trusted then, as in every look-up by digest.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ _T = TypeVar("_T")
 
 
 class Content(NamedTuple):
-    """Bytes `start` to `end` of a tensor, with their digest; mostly one tensor of a checkpoint.
+    """Bytes `start` to `end` of a tensor, with their `digest`.
 
-    `leaves` has the digest of each leaf, hashed as a tensor of its own, or is empty if these are
-    not known.
+    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digest of each leaf of
+    these bytes, hashed as if the leaf were a tensor of its own. `leaves` is empty if these digests
+    are not known.
     """
 
     start: int
@@ -96,7 +97,7 @@ class _Unit(NamedTuple):
 class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of a new tensor.
 
-    `there` is the slab extent that already has these bytes, or None if they must be copied.
+    `there` is the slab extent that already has these bytes, or None if the bytes must be copied.
     """
 
     start: int
@@ -132,12 +133,13 @@ class _Leaves:
 def build_from_leaves(
     tensor: torch.Tensor, digest: str, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> Resident | None:
-    """Build a resident of a tensor in memory that shares leaves with other residents.
+    """Build a resident of `tensor` that shares leaves with other residents.
 
-    Returns None if no resident has a leaf of it. `digest` is that of the tensor's `tensor_bytes`
-    and is not checked. Residents in `own`, which belong to the same model, are not used. If the
-    tensor is mapped from a file, `read(into, offset)` fills a buffer with its bytes from the file;
-    errors of `read` are passed on.
+    Returns None if the tensor is smaller than 8 MiB, or if no resident has leaves of it that are
+    worth sharing. `digest` is the digest of the tensor's `tensor_bytes` and is not checked.
+    Residents in `own`, which belong to the same model, are not used. If the tensor is mapped from a
+    file, `read(into, offset)` fills a buffer with the tensor's bytes from the file; errors of
+    `read` are passed on.
 
     Raises:
         MappingLimitError: This process has too many mappings already.
@@ -161,11 +163,11 @@ def build_from_leaves(
 def pieces_in_common(
     tensor: torch.Tensor, residents: Sequence[Resident], read: ReadInto | None = None
 ) -> list[LeafPiece] | None:
-    """Compare a tensor with these residents; return its pieces, shared or to be copied, in order.
+    """Compare `tensor` with `residents`; return its pieces in order, each shared or to be copied.
 
-    Returns None if the tensor has no leaf in common with them. Leaves are compared byte by byte.
-    The residents must begin at a page boundary of their slabs. `read` is as for
-    `build_from_leaves`.
+    Returns None if the tensor has no leaves in common with the residents that are worth sharing.
+    Leaves are compared byte by byte. The residents must begin at a page boundary of their slabs.
+    `read` is as for `build_from_leaves`.
 
     Raises:
         MappingLimitError: This process has too many mappings already.
@@ -184,17 +186,19 @@ def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, in
 def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None) -> list[str]:
     """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
-    A mark is the hash of a leaf's first page and offset, and of the tensor's dtype and row shape.
-    There are 8 to 15 marks, or one for each leaf if the tensor has fewer leaves. `data` has the
-    tensor's bytes; `read` is as for `build_from_leaves`.
+    A mark is the hash of the first memory page of a leaf, the offset of the leaf, and the dtype,
+    stride and row shape of the tensor. There are 8 to 15 marks, or one for each leaf if the tensor
+    has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes. `read` is as for
+    `build_from_leaves`.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
     return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
 
 
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
-    """Return marks, as `leaf_marks` does, derived from the digests of contents and their leaves.
+    """Return look-up keys as `leaf_marks` does, but derived from digests of `contents`.
 
+    If the digests of a content's leaves are known, they are used instead of that of the content.
     The tensor need not be in memory.
     """
     digests = (
@@ -222,9 +226,10 @@ def _mark(key: ResidentKey, start: int, what: bytes | bytearray) -> str:
 def may_have_parts(
     tensor: torch.Tensor, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> bool:
-    """Return whether a tensor may have leaves in common with residents, judging by samples.
+    """Return whether `tensor` may have leaves in common with residents, judging by samples.
 
-    A page of each leaf is read at most. `own` and `read` are as for `build_from_leaves`.
+    Only the first bytes of each leaf are compared. Returns False for a tensor smaller than 8 MiB.
+    `own` and `read` are as for `build_from_leaves`.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return False
@@ -234,9 +239,10 @@ def may_have_parts(
 
 
 def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
-    """Register the contents of a resident, for `build_from_contents`, as long as it lives.
+    """Register the `contents` of `resident`, so that `build_from_contents` can use its parts.
 
-    The digests are trusted.
+    The registration lasts as long as the resident. The digests of the contents are trusted. Does
+    nothing for a resident smaller than 8 MiB.
     """
     if resident.nbytes >= LEAF_SHARED_FROM:
         _contents[resident] = tuple(contents)
@@ -251,26 +257,30 @@ def build_from_contents(
     residents: Sequence[Resident] | None = None,
     admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
 ) -> Resident | None:
-    """Build a resident from parts of other residents, found by digest; read only the other parts.
+    """Build a resident from parts of other residents that are found by digest.
 
-    Returns None if no resident has a part of it, or if `admit` returns None.
+    Only the other parts are read. Returns None if the tensor is smaller than 8 MiB, if no resident
+    has parts of it that are worth sharing, or if `admit` returns None.
 
-    - `geometry`: dtype, shape and stride; its digest is ignored.
-    - `contents`: the contents that fill the tensor, in order.
-    - `read(n, leaves, write)` reads leaves of content `n`, given by number, or all of it for None.
-      It calls `write(piece, offset)`, with the offset in the content, from any thread.
-    - `check(n, data)` is called with the bytes of content `n` if single leaves of it were shared,
-      and raises if they do not have its digest.
+    - `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
+    - `contents` are the contents that fill the tensor, in order.
+    - `read(n, leaves, write)` reads the leaves of content `n` whose numbers are in `leaves`, or the
+      whole content if `leaves` is None. It calls `write(piece, offset)`, with the offset in the
+      content, from any thread.
+    - `check(n, data)` is called with the bytes `data` of content `n` if the tensor has several
+      contents and single leaves of this one were shared. It raises if the bytes do not have the
+      content's digest.
     - `digest_of` hashes the finished tensor, which gives the resident's key.
-    - `residents`: the residents to share with, whose contents were registered by `note_contents`.
-      The default is all residents of this process with the same dtype, row shape and stride.
+    - `residents` are the residents to share with, whose contents were registered by
+      `note_contents`. The default is all residents of this process with the same dtype, row shape
+      and stride.
     - `admit(pieces)` is called before anything is read. It returns None to give up, or a function
       that is called now and then during reading, from any thread.
 
     Errors of `read` and `check` are passed on.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: As of `build_from_leaves`.
+        MappingLimitError, OutOfMemoryError: See `build_from_leaves`.
     """
     nbytes = contents[-1].end
     if residents is None:
@@ -391,13 +401,13 @@ def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
-    """Return a resident equal to a new one that shares leaves with others as far as possible.
+    """Return a resident with the bytes of `resident` that shares as many leaves as possible.
 
-    Returns `resident` itself if it has no leaf in common with others. `own` is as for
-    `build_from_leaves`.
+    Returns `resident` itself if it has no leaves in common with other residents. Residents in `own`
+    are not used, as in `build_from_leaves`.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: As of `build_from_leaves`.
+        MappingLimitError, OutOfMemoryError: See `build_from_leaves`.
     """
     if not registry.alike(resident.key):
         return resident
@@ -478,7 +488,7 @@ def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
 
 
 def shared_in(pieces: Sequence[LeafPiece]) -> int:
-    """Return the number of bytes in pieces that are not to be copied."""
+    """Return the number of bytes in `pieces` that are shared and so need not be copied."""
     return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
 
 

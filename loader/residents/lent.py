@@ -1,8 +1,9 @@
 """Residents in memory that a memory manager lends: whole tensors, and tensors in several parts.
 
-A record, which the manager stores with a tensor, tells other processes how to read it:
-`record_of` describes a whole tensor, and `record_of_parts` one that consists of parts of several
-leased tensors. The manager reads the latter for its statistics only, and trusts neither.
+A record tells other processes how to read a tensor; the manager stores it with the tensor.
+`record_of` describes a whole tensor, and `record_of_parts` a tensor that consists of parts of
+several leased tensors. The manager reads records of parts for its statistics only, and trusts no
+record.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LeasedPart: TypeAlias = tuple[int, int, int]
 
 
 class LentResident(Resident):
-    """A whole tensor in a slab of the memory manager. It holds the tensor's lease.
+    """A whole tensor in a slab of the memory manager, with the lease on the tensor.
 
     Every mapping of the tensor keeps this object, and so the lease, alive.
     """
@@ -65,7 +66,7 @@ class LentResident(Resident):
 
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
-        """The tensor as parts of its lease: one part, all of it."""
+        """The parts of the leased tensor that form this tensor: a single part, the whole."""
         return ((0, 0, self.nbytes),)
 
     @property
@@ -82,8 +83,8 @@ class LentResident(Resident):
 class LentInParts(Resident):
     """A tensor that consists of parts of leased tensors, on each of which it holds a lease.
 
-    Each of `parts`, in order, is (index of the lease, first byte in the leased tensor, size in
-    bytes).
+    `parts` lists the parts in order. Each is (index in `leases`, first byte in the leased tensor,
+    size in bytes).
     """
 
     __slots__ = ("leases", "parts")
@@ -95,7 +96,7 @@ class LentInParts(Resident):
         parts: Sequence[LeasedPart],
         leaf_shared_bytes: int = 0,
     ) -> None:
-        """Describe a tensor that consists of these parts.
+        """Describe the tensor `key`, which consists of `parts` of the tensors of `leases`.
 
         Raises:
             SlabUsageError: A part exceeds its lease, parts do not meet at page boundaries, or their
@@ -133,8 +134,8 @@ class LentInParts(Resident):
     def has_its_digest(self) -> bool:
         """Hash the whole tensor, and return whether it has the digest of its key.
 
-        The manager hashes each leased tensor, but not the composition, which another process
-        published.
+        The manager hashes each leased tensor. It does not verify the list of parts, which another
+        process published.
 
         Raises:
             SharedMemoryError: The tensor cannot be mapped.
@@ -151,12 +152,15 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 def record_of(key: ResidentKey) -> bytes:
-    """Return the encoded record of a whole tensor: its dtype, shape and stride."""
+    """Return the encoded record of a whole tensor: the dtype, shape and stride of `key`."""
     return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record of a tensor in parts: its key, and its parts, as in `LentInParts`."""
+    """The record that describes a tensor in parts: its key and its parts, as in `LentInParts`.
+
+    The record also has the contents of the tensor, which are ranges with known digests.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -173,7 +177,10 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     @property
     def contents(self) -> list[Content]:
-        """The contents of the tensor with their digests; empty if they are not known."""
+        """The ranges of the tensor whose digests are known.
+
+        They fill the tensor, or there are none.
+        """
         return [
             Content(start, end, digest, tuple(_hex_digests(leaves)))
             for start, end, digest, leaves in self.packed
@@ -190,7 +197,8 @@ def record_of_parts(
 ) -> bytes:
     """Return the encoded record of a tensor that consists of parts of leased tensors.
 
-    `contents` are the contents of the tensor with their digests, if they are known.
+    `contents` are the ranges of the tensor whose digests are known. They fill the tensor, or there
+    are none.
     """
     geometry = key.dtype, tuple(key.shape), tuple(key.stride)
     packed = tuple((*each[:3], bytes.fromhex("".join(each.leaves))) for each in contents)
@@ -198,7 +206,10 @@ def record_of_parts(
 
 
 def composition_in(record: bytes) -> Composition | None:
-    """Decode the record of a tensor in parts; return None for any other or an invalid record."""
+    """Decode `record` as that of a tensor in parts.
+
+    Returns None if it is another record or invalid.
+    """
     try:
         found = msgspec.msgpack.decode(record, type=Composition)
     except msgspec.MsgspecError:
@@ -207,7 +218,7 @@ def composition_in(record: bytes) -> Composition | None:
 
 
 def key_in(layer: LayerFound) -> ResidentKey | None:
-    """Return the key of the tensor that a layer of the manager holds, whole or in parts.
+    """Return the key of the tensor that `layer` of the manager holds, whole or in parts.
 
     Returns None if the layer is not a single tensor.
     """
@@ -236,29 +247,38 @@ def _fill(contents: Sequence[Content], nbytes: int) -> bool:
 
 
 def leases_of(resident: Resident) -> tuple[Lease, ...]:
-    """Return the leases that a resident holds; empty if it lies in memory of this process."""
+    """Return the leases that `resident` holds, or () if it lies in memory of this process."""
     if isinstance(resident, LentResident):
         return (resident.lease,)
     return resident.leases if isinstance(resident, LentInParts) else ()
 
 
 def is_of(lease: Lease, slab: Slab) -> bool:
-    """Return whether a leased tensor lies in this slab."""
+    """Return whether the tensor of `lease` lies in `slab`."""
     return _slab(lease.slab) is slab
 
 
 class PartsPlan:
     """A plan to put a tensor that has parts in common with leased tensors.
 
-    `tensors` are the tensors of its layer in the manager: the leased ones that it needs and, if
-    parts are missing, one new tensor with all missing parts side by side. `parts` lists the parts
-    of the tensor as parts of these. `unfit` is the reason if the manager cannot hold it, or None.
+    In the manager, the tensor becomes a layer that consists of several tensors.
+
+    - `tensors` are these tensors: the leased ones that are needed and, if parts are missing, one
+      new tensor with all missing parts side by side.
+    - `needed` has the leases on the leased ones.
+    - `parts` lists the parts of the tensor, each as a part of one of `tensors`.
+    - `rest_bytes` is the total size of the missing parts.
+    - `unfit` is the reason why the manager cannot hold the tensor in parts, or None.
     """
 
     def __init__(
         self, geometry: ResidentKey, pieces: Sequence[LeafPiece], leases: Sequence[Lease]
     ) -> None:
-        """Plan a tensor of these pieces; the digest of `geometry` is ignored."""
+        """Plan the tensor that consists of `pieces`, each of them leased or missing.
+
+        A piece is missing if it has no slab extent; the others lie in the tensors of `leases`.
+        `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
+        """
         self._pieces = pieces
         used: dict[str, int] = {}  # the number of each lease, by its digest
         self.needed: list[Lease] = []
@@ -303,7 +323,10 @@ class PartsPlan:
         """Write the missing parts, and check the digest of the whole tensor.
 
         The digest is computed from the bytes that were written and leased. `data` has the tensor's
-        bytes; if it is a mapping of a file, `read` reads them from the file (see `copied_part`).
+        bytes. If `data` is a mapping of a file, `read` reads the bytes from the file (see
+        `copied_part`). `put` and `missing` are the arguments that the manager's client passes: the
+        put to write to, and the tensors that the manager lacks. Returns no digests, because the
+        manager computes them.
 
         Raises:
             RefusedError: A leased tensor is no longer resident (code "not_resident"), a lease
@@ -331,7 +354,8 @@ class PartsPlan:
     ) -> None:
         """Write the missing parts of `data` into the first tensor of `put`.
 
-        `whole`, if given, is updated with all bytes of the tensor, in order.
+        `whole`, if given, is a running digest and is updated with all bytes of the tensor, in
+        order. `read` is as for `fill`.
         """
         at = 0
         for start, end, there in self._pieces:

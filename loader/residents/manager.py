@@ -1,8 +1,8 @@
 """A load's use of the memory manager: borrow tensors of other processes, and put new ones there.
 
-A borrowed tensor is a resident (shared tensor) in a slab of the manager; its lease ends when the
-resident is freed. The same code serves a manager of host memory
-(`tensor_dedup.loader.residents.host_manager`) and one of a GPU
+A borrowed tensor is a resident (shared tensor) in a slab of the manager. The lease on it ends when
+the resident is freed. The same code serves a manager of host memory
+(`tensor_dedup.loader.residents.host_manager`) and a manager of a GPU
 (`tensor_dedup.loader.cuda.manager_residents`). If the manager fails, the failure is logged once,
 and the load goes on with memory of this process.
 """
@@ -72,7 +72,8 @@ class ResidentQuery(NamedTuple):
 class ResidentRequest:
     """A tensor to make resident: its recipe, the tensor and its digest.
 
-    If the tensor is mapped from a file, `read` reads its bytes from the file.
+    If the tensor is mapped from a file, `read(into, offset)` fills a buffer with the tensor's bytes
+    from the file.
     """
 
     recipe: str
@@ -87,12 +88,12 @@ class ResidentRequest:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the tensor in bytes."""
         return self.tensor.nbytes
 
 
 class AnyRequest(Protocol):
-    """The common fields of requests to make a tensor resident, for every kind of memory."""
+    """An interface for requests to make a tensor resident, in any kind of memory."""
 
     @property
     def recipe(self) -> str: ...
@@ -110,41 +111,52 @@ _Held_co = TypeVar("_Held_co", covariant=True)
 
 
 class ManagedMemory(Protocol[Request, _Held_co]):
-    """An interface for a kind of memory that managers lend: how it is filled and described."""
+    """An interface to a kind of memory that managers lend: host memory, or that of a GPU."""
 
     @property
     def namespace(self) -> str:
-        """The prefix of this memory's keys in a manager."""
+        """The prefix of the keys that a manager has for tensors in this memory."""
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why tensors of this memory cannot share parts, or None if they can."""
+        """The reason why tensors in this memory cannot share parts, or None if they can."""
 
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
-        """Return the leased tensor as a resident with the geometry of `key`.
+        """Return the leased tensor as a resident with the dtype, shape and stride of `key`.
 
-        The digest of `key` is ignored.
+        The digest of `key` is ignored; the resident has the digest of the lease.
 
         Raises:
-            SlabUsageError: In host memory: the lease is on a tensor of another size, or exceeds its
-                slab.
-            BackendError: The same on a GPU, where digests are not verified.
+            SlabUsageError: The memory is host memory, and the lease is on a tensor of another size
+                or exceeds its slab.
+            BackendError: The memory is that of a GPU, where digests are not verified, and the lease
+                is on a tensor of another size.
         """
 
     def data(self, request: Request) -> Buffer | None:
-        """Return the bytes for the client to copy, or None if `fill` writes them."""
+        """Return the bytes of the requested tensor for the client to copy.
+
+        Returns None if `fill` writes the tensor instead.
+        """
 
     def fill(self, requests: dict[str, Request]) -> Fill | None:
-        """Return a function that writes these tensors, or None if the client copies `data`."""
+        """Return a function that writes the tensors of `requests`, which are by layer key.
+
+        Returns None if the client copies the result of `data` instead.
+        """
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`, which requests memory. If it is refused, free unused memory and retry."""
+        """Call `ask`, which requests memory from the manager.
+
+        If the manager refuses and unused memory can be freed, it is freed, and `ask` is called
+        again.
+        """
 
 
 class ManagerSession(Generic[Request, Held]):
-    """One load's requests to one memory manager. For one thread; several may share the client.
+    """One load's requests to one memory manager. For one thread; sessions may share a client.
 
-    Look-ups and puts raise MemoryManagerError; the load then continues without the manager. A
+    Look-ups and puts raise MemoryManagerError. The load then continues without the manager. A
     leased tensor that does not fit its key counts as missing, and `unusable` has the first reason.
     """
 
@@ -168,8 +180,8 @@ class ManagerSession(Generic[Request, Held]):
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look up residents by recipe, in one batch; return them in order, or None for each miss.
 
-        A resident whose geometry, or digest if the query has one, differs from the query's is not
-        used.
+        A resident counts as a miss if it differs from its query in dtype, shape, stride or, if the
+        query has one, digest.
         """
         layers = self.client.get([self._key(each.recipe) for each in queries], self.checkpoint)
         return [
@@ -177,10 +189,11 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
-        """Put tensors into the manager's memory, unless another process has put them.
+        """Put the tensors of `requests` into the manager's memory, unless they are there already.
 
-        Adds to `found`, by recipe, each resident and whether this call wrote it. Tensors that are
-        not in `found` afterwards, or after an error, are not lent.
+        Adds the resident and whether this call wrote it to `found`, under the recipe of each
+        request. Requests whose recipes are in `found` already are skipped. Tensors that are missing
+        from `found` afterwards, also after an error, are not lent by the manager.
         """
         by_key = {
             self._key(each.recipe): each
@@ -207,9 +220,10 @@ class ManagerSession(Generic[Request, Held]):
             self._note_unusable(f"another process has been building {first} for {PUT_WAIT_S:.0f} s")
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Publish the recipe of a resident again if the manager is restarted.
+        """Publish `recipe` for `resident` again if the manager is restarted.
 
-        This lasts as long as `resident`, which must be the one in the registry.
+        The announcement lasts as long as the object `resident`, which must be the one in the
+        registry. Does nothing if no manager lends the resident.
         """
         if isinstance(resident, LentResident | LentInParts):
             self._remember(resident, [self._key(recipe)], *resident.published)
@@ -226,25 +240,28 @@ class ManagerSession(Generic[Request, Held]):
             weakref.finalize(resident, self.client.forget, new).atexit = False
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return an empty list; sessions of host memory return residents with common contents."""
+        """Return an empty list. `HostSession` returns residents that may have these `contents`."""
         return []
 
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Return None; sessions of host memory reserve room for a tensor in parts."""
+        """Return None. `HostSession` reserves room for a tensor in parts."""
 
     def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Return None; sessions of host memory put a tensor that was built after `admit`."""
+        """Return None. `HostSession` puts a tensor that was built after `admit`."""
 
     def end_known(self) -> None:
-        """Do nothing; sessions of host memory release the room that `admit` reserved."""
+        """Do nothing. `HostSession` releases the room that `admit` reserved."""
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Do nothing; sessions of host memory publish the contents of a resident."""
+        """Do nothing. `HostSession` publishes the contents of a resident."""
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Do nothing; sessions of a GPU publish the record of a tensor in blocks."""
+        """Do nothing. A GPU's session publishes which blocks a large tensor consists of.
+
+        Blocks are pieces of 16 MiB.
+        """
 
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
@@ -278,9 +295,12 @@ class ManagerSession(Generic[Request, Held]):
 class ManagerResidents(Generic[Request, Held]):
     """One load's use of a memory manager that may be absent or fail. For one thread.
 
-    No method raises MemoryManagerError. `failed` is the reason why the manager is not used, or not
-    used any more. `refused` is the reason why it did not take the first tensor that it refused.
-    Without a session and without `failed`, no manager was requested.
+    No method raises MemoryManagerError. Instead, these attributes have the reasons, or None:
+
+    - `failed`: why the manager is not used, or is no longer used.
+    - `refused`: why the manager refused a tensor. Only the first refusal is kept.
+
+    If `session` and `failed` are both None, no manager was requested.
     """
 
     def __init__(
@@ -292,7 +312,7 @@ class ManagerResidents(Generic[Request, Held]):
 
     @property
     def in_use(self) -> bool:
-        """Whether the load began with a connection to a manager."""
+        """Whether the load began with a connection to a manager, which may have failed since."""
         return self.session is not None
 
     @property
@@ -303,14 +323,14 @@ class ManagerResidents(Generic[Request, Held]):
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why a large tensor was put whole and shares no parts, or None."""
+        """The reason why a large tensor was put whole and shares no parts with others, or None."""
         return self.session.not_by_leaf if self.session is not None else None
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
-        """Look up residents, by digest if the query has one and otherwise by recipe.
+        """Look up residents; return them in order, or None for each miss.
 
-        Returns them in order, or None for each miss. All digests are looked up in one batch, and
-        all recipes in another.
+        A query with a digest is looked up by digest, and any other by recipe. All digests are
+        looked up in one batch, and all recipes in another.
         """
         known = list({each.key: None for each in queries if each.key.digest})
         others = list({each: None for each in queries if not each.key.digest})
@@ -327,10 +347,11 @@ class ManagerResidents(Generic[Request, Held]):
         return [by_key.get(q.key) if q.key.digest else by_query.get(q) for q in queries]
 
     def put(self, requests: Sequence[Request]) -> list[tuple[Held, bool] | None]:
-        """Put tensors into the manager; return each resident, and whether this call wrote it.
+        """Put the tensors of `requests` into the manager.
 
-        The result is None for a tensor that the manager does not take. If another process is
-        building a tensor, this waits for it and uses the result.
+        Returns, in order, the resident for each request and whether this call wrote it, or None for
+        a tensor that the manager does not take. If another process is building a tensor, this waits
+        for it and uses the result.
         """
         found: dict[str, tuple[Held, bool]] = {}
         if requests:
@@ -338,7 +359,11 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that may share some of these contents."""
+        """Return residents of the manager that may have some of these `contents`.
+
+        `contents` are the parts of a new tensor whose digests are known, and `geometry` has the
+        dtype, shape and stride of that tensor. The result is empty if no manager is in use.
+        """
         found: list[Held] = []
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
         return found
@@ -348,42 +373,56 @@ class ManagerResidents(Generic[Request, Held]):
     ) -> Callable[[], None] | None:
         """Reserve room for a tensor that consists of new pieces and pieces of `having` residents.
 
-        Returns a function to call now and then while new pieces are read, or None if the manager
-        cannot hold the tensor. Then call `put_built`, or `end_known` to release the room.
+        Returns a function to call now and then while the new pieces are read. Returns None if the
+        manager cannot hold the tensor or has no room. After that function was returned, call
+        `put_built`, or `end_known` to release the room.
         """
         found: list[Callable[[], None] | None] = []
         self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
         return found[0] if found else None
 
     def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Put a resident that was built after `admit` into the manager.
+        """Put `resident`, which was built after `admit`, into the manager.
 
-        Returns the manager's resident and whether this call wrote it, or None if it is not taken.
+        Returns the manager's resident and whether this call wrote it, or None if the manager does
+        not take it.
         """
         found: list[tuple[Held, bool] | None] = []
         self._ask(lambda session: found.append(session.put_built(resident)))
         return found[0] if found else None
 
     def end_known(self) -> None:
-        """Release the room that `admit` reserved, if `put_built` has not used it."""
+        """Release the room that `admit` reserved and `put_built` has not used.
+
+        Does nothing without a manager.
+        """
         if self.session is not None:
             self.session.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Publish the contents of a resident that this load has put, so that others find it."""
+        """Publish the `contents` of `resident`, so that other processes find and share its parts.
+
+        Does nothing for a resident that this load has not put.
+        """
         self._ask(lambda session: session.note_contents(resident, contents))
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why tensors of this manager cannot share parts, or None."""
+        """The reason why tensors of this manager cannot share parts.
+
+        It is None if they can, or if there is no manager.
+        """
         return self.session.memory.whole_only if self.session is not None else None
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Publish the record of a tensor in blocks, so that others find it by digest and recipe."""
+        """Publish which blocks a large tensor on a GPU consists of (see `ManagerSession`).
+
+        Other processes then find `resident` by its digest and, unless `recipe` is "", by `recipe`.
+        """
         self._ask(lambda session: session.publish_parts(recipe, resident))
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Publish the recipe of a resident again if the manager is restarted.
+        """Publish `recipe` for `resident` again if the manager is restarted.
 
         Does nothing without a manager.
         """
@@ -418,8 +457,9 @@ os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=thread
 def client_of(where: str, device: str = "") -> Client:
     """Return this process's connection to the memory manager whose socket is `where`.
 
-    `device` is the UUID of a GPU for its manager, or "" for that of host memory. The connection is
-    opened at the first call, and again after a fork or if the manager has ended.
+    With the UUID of a GPU as `device`, it is the connection to the manager of that GPU, and with ""
+    that to the manager of host memory. The connection is opened at the first call, and again after
+    a fork or if the manager has ended.
 
     Raises:
         MemoryManagerError: The manager does not answer, or lends memory of another device.

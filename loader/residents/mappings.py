@@ -1,7 +1,7 @@
 """The addresses at which this process has mapped slabs, and whether their pages were written to.
 
-A slab is a piece of shared memory. It is mapped copy-on-write, so a write copies the page.
-Imports no torch. Other mappings are looked up in the kernel: `residents.process_mappings`.
+A slab is a piece of shared memory. It is mapped copy-on-write, so a write copies the memory page.
+`residents.process_mappings` asks the kernel about other mappings. Imports no torch.
 """
 
 import errno
@@ -40,7 +40,10 @@ class SlabRange(NamedTuple):
 
 
 class MappingSpan(NamedTuple):
-    """A mapping of `length` bytes, and the slab ranges that are mapped there side by side."""
+    """A mapping of `length` bytes, and the slab ranges that are mapped there side by side.
+
+    `pieces` are these ranges, in order. `writable` is False if the mapping is read-only.
+    """
 
     length: int
     pieces: tuple[SlabRange, ...]
@@ -58,9 +61,9 @@ def _cut(pieces: Iterable[SlabRange], start: int, nbytes: int) -> Iterator[SlabR
 
 
 class SlabMappings:
-    """A table of the mappings of slabs, by address, except those that have become private.
+    """A table of slab mappings by address, without those that have become private.
 
-    Safe from any thread, and without a lock: finalizers remove entries, and may run at any
+    Safe from any thread. There is no lock, because finalizers remove entries and may run at any
     allocation, also in a forked child. Every change is one operation on a dict.
     """
 
@@ -70,26 +73,29 @@ class SlabMappings:
         self._sorted: tuple[object, list[int]] = (self._change, [])
 
     def add(self, address: int, span: MappingSpan) -> None:
-        """Add a mapping that starts at an address."""
+        """Add the mapping `span`, which starts at `address`."""
         self._spans[address] = span
         self._change = object()
 
     def forget(self, address: int) -> None:
-        """Remove the mapping that starts at this address, if there is one."""
+        """Remove the mapping that starts at `address`, if there is one."""
         self._spans.pop(address, None)
         self._change = object()
 
     def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
-        """Return the mapping that contains all of a range, as (start address, span), or None."""
+        """Return the mapping that contains all `nbytes` bytes at `address`, or None.
+
+        The result is (start address, span).
+        """
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
         return start, span
 
     def ranges(self, address: int, nbytes: int) -> list[SlabRange]:
-        """Return the slab ranges that are mapped in a range of addresses, in order.
+        """Return the slab ranges that are mapped in the `nbytes` bytes at `address`, in order.
 
-        The list is empty if any part of the range is not mapped from a slab.
+        The list is empty if any of these bytes is not mapped from a slab.
         """
         found: list[SlabRange] = []
         end = address + nbytes
@@ -107,16 +113,20 @@ class SlabMappings:
         return found
 
     def same(self, first: int, second: int, nbytes: int) -> bool:
-        """Return whether two address ranges are mappings of the same ranges of slabs."""
+        """Return whether two address ranges are mappings of the same ranges of slabs.
+
+        The ranges start at `first` and `second` and have `nbytes` bytes each. Returns False if one
+        of them is not mapped from slabs.
+        """
         ranges = self.ranges(first, nbytes) if self._spans else []
         return bool(ranges) and ranges == self.ranges(second, nbytes)
 
     def holds(self, address: int) -> bool:
-        """Return whether an address lies in a mapping of a slab."""
+        """Return whether `address` lies in a mapping of a slab."""
         return bool(self._spans) and self.around(address, 1) is not None
 
     def is_read_only(self, address: int) -> bool:
-        """Return whether an address lies in a read-only mapping of a slab."""
+        """Return whether `address` lies in a read-only mapping of a slab."""
         found = self.around(address, 1)
         return found is not None and not found[1].writable
 
@@ -140,7 +150,8 @@ DEVICE_MAPPINGS: Final = SlabMappings()  # of GPUs: addresses are unique among t
 def any_page_copied(address: int, nbytes: int) -> bool:
     """Return whether a page in a range of a private mapping was written to, and so copied.
 
-    This reads 8 bytes per page from /proc/self/pagemap, which needs no privilege.
+    The range is `nbytes` bytes at `address`. The function reads 8 bytes per page from
+    /proc/self/pagemap, which needs no privilege.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -150,6 +161,8 @@ def any_page_copied(address: int, nbytes: int) -> bool:
 
 def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield (start, size) of the parts of a private mapping whose pages were not written to.
+
+    The parts lie in the range of `nbytes` bytes at `address`, and `start` is an address.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -167,7 +180,10 @@ def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
-    """Return whether no page of a private mapping's range was written to; False if unknown."""
+    """Return whether no page in a range of a private mapping was written to.
+
+    Returns False, too, if this cannot be determined.
+    """
     try:
         return not any_page_copied(address, nbytes)
     except UnsupportedError:
@@ -218,7 +234,7 @@ class MappingBudget:
         self._until = 0.0
 
     def refusal(self, mappings: int) -> str | None:
-        """Return why this number of further mappings is too many, or None if it is not."""
+        """Return why `mappings` further mappings would be too many, or None if they are allowed."""
         if time.monotonic() >= self._until or self._refuses(mappings):
             # Reading the list takes milliseconds, so it is read again only after a while.
             self._known = libc.count_mappings()
@@ -232,7 +248,10 @@ class MappingBudget:
         )
 
     def take(self, mappings: int) -> str | None:
-        """Count mappings that are about to be made; return why they are too many, or None."""
+        """Count `mappings` new mappings that are about to be made.
+
+        Returns None, or the reason why they would be too many; then nothing is counted.
+        """
         why_not = self.refusal(mappings)
         if why_not is None:
             self._known += mappings

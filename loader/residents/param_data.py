@@ -18,13 +18,16 @@ def param_data(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def set_param_data(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a parameter or buffer the memory of `tensor`; it remains the same object."""
+    """Give a parameter or buffer the memory of `tensor`; the parameter remains the same object."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = tensor
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of the CPU tensors whose memory overlaps that of another of them."""
+    """Return the `id` of each CPU tensor whose memory overlaps that of another one of `tensors`.
+
+    Tensors on other devices, empty tensors and tensors that are not strided are ignored.
+    """
     ranges = []
     for each in tensors:
         if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
@@ -43,7 +46,8 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 class WeakStorage:
     """A weak reference to a tensor's storage.
 
-    While it exists, no other storage gets the same `number`, even after the memory is freed.
+    As long as the reference exists, no other storage gets the same `number`, even after the memory
+    is freed.
     """
 
     __slots__ = ("_reference", "number")
@@ -65,5 +69,5 @@ class WeakStorage:
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other existing storage has."""
+    """Return a number that identifies `storage` among all storages that exist now."""
     return int(storage._cdata)

@@ -1,7 +1,7 @@
 """Query the kernel for the memory mappings of this process, one address at a time.
 
-Since Linux 6.11 a single address can be queried (PROCMAP_QUERY). On older kernels all mappings are
-listed, of which a process that has loaded a model has thousands.
+Since Linux 6.11, a single address can be queried (PROCMAP_QUERY). On older kernels, all mappings
+are listed. A process that has loaded a model has thousands of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MEMORY_FILE: Final = "/memfd:"
 
 
 class FileMapping(NamedTuple):
-    """One mapping: its address range, the mapped file, and the offset in the file.
+    """A memory mapping: its address range, the mapped file, and the offset in the file.
 
-    `device` is written as by the kernel ("fe:00"). `device` and `inode` identify the file, and
-    `path` may lead to another one. `common` is True if other processes can write to the memory.
+    `device` is written as by the kernel ("fe:00"). `device` and `inode` identify the file; another
+    file may lie at `path` by now. `common` is True if other processes can write to the memory.
     """
 
     start: int
@@ -47,7 +47,7 @@ class FileMapping(NamedTuple):
 
 
 class ProcessMappings:
-    """A cache of this process's mappings; each is queried once. For one thread.
+    """A cache of this process's mappings, each of which is queried once. For one thread.
 
     If /proc cannot be read, no mapping is found.
     """
@@ -57,12 +57,12 @@ class ProcessMappings:
         self._found = _Ordered(() if self._kernel is not None else _listed())
 
     def file(self, tensor: torch.Tensor) -> FileMapping | None:
-        """Return the private mapping of a file in which a tensor's memory begins, or None."""
+        """Return the private mapping of a file in which the memory of `tensor` begins, or None."""
         found = self._around(tensor)
         return found if found is not None and found.is_file else None
 
     def is_common(self, tensor: torch.Tensor) -> bool:
-        """Return whether other processes can write to the memory in which a tensor begins."""
+        """Return whether other processes can write to the memory in which `tensor` begins."""
         found = self._around(tensor)
         return found is not None and found.common
 

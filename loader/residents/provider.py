@@ -1,8 +1,8 @@
 """Providers of residents: found in this process or the memory manager, or built on demand.
 
 A resident is an immutable tensor in memory that models share. A load looks up residents (`find`),
-builds missing ones (`get_or_build`), and maps both into its model (`map`). `HostProvider` is for
-host memory, and `tensor_dedup.loader.cuda.provider` for a GPU.
+builds missing ones (`get_or_build`), and maps all of them into its model (`map`). `HostProvider` is
+for host memory, and `tensor_dedup.loader.cuda.provider` for a GPU.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _OWN_SLAB_BYTES: Final = 64 << 10
 
 
 class AnyResident(Protocol):
-    """A resident in host memory or on a GPU."""
+    """An interface for residents in host memory or on a GPU."""
 
     @property
     def key(self) -> ResidentKey:
-        """The dtype, shape, stride and digest."""
+        """The resident key: dtype, shape, stride and digest."""
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the tensor in bytes."""
 
 
 class ResidentProvider(Protocol):
@@ -61,19 +61,22 @@ class ResidentProvider(Protocol):
 
     @property
     def own_slab_bytes(self) -> int:
-        """The size in bytes from which a tensor gets a slab of its own. Smaller ones share one."""
+        """The size in bytes from which a tensor gets a slab of its own.
+
+        Smaller tensors are collected and share a slab.
+        """
 
     @property
     def batch_bytes(self) -> int:
-        """The total size in bytes of the smaller tensors that share a slab."""
+        """The total size in bytes from which smaller tensors that were collected are built."""
 
     @property
     def local(self) -> bool:
-        """Whether residents are built in host memory of this process, at any alignment."""
+        """Whether residents are built in this process's host memory, at any alignment."""
 
     @property
     def plain(self) -> bool:
-        """Whether weights must not be packed, so that other processes can map them."""
+        """Whether weights must stay plain, not packed, so that other processes can map them."""
 
     @property
     def not_lent(self) -> str | None:
@@ -89,34 +92,37 @@ class ResidentProvider(Protocol):
         """Look up residents; return them in order, or None for each miss. No tensor data is read.
 
         This process is searched first and then, unless `ask_manager` is False, the memory manager,
-        in one batch for all missing ones. Tables of residents are weak, so keep the results alive
-        until they are used.
+        in one batch for all missing ones. The tables of residents hold them weakly, so keep the
+        results alive until they are used.
         """
 
     def by_content(self, key: ResidentKey) -> AnyResident | None:
-        """Return this process's resident with this key, or None."""
+        """Return this process's resident with this `key`, or None."""
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Register the resident of a recipe, for as long as the resident lives."""
+        """Register `resident` under `recipe`, for as long as the resident lives."""
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> Sequence[tuple[AnyResident, bool]]:
-        """Return a resident for each request, and whether this call built it.
+        """Return a resident for each request, in order, and whether this call built it.
 
         Raises:
             SharedMemoryError: There is no room; keep the tensors private.
         """
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Map a resident for the model of this load, and return it as a tensor.
+        """Map `resident` for the model of this load, and return it as a tensor.
 
         Raises:
             SharedMemoryError: The resident cannot be mapped.
         """
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private tensor in host memory, moved to the model's device if that is a GPU."""
+        """Return `tensor`, which lies in host memory, as a private tensor on the model's device.
+
+        If that device is a GPU, the result is a copy; otherwise it is `tensor` itself.
+        """
 
     def reason(self, name: str) -> str | None:
         """Return why the tensor `name` must stay private, or None if it can be shared."""
@@ -130,7 +136,7 @@ class HostProvider:
     """The `ResidentProvider` of one load for host memory. For one thread.
 
     With `keep_alignment`, a resident that is built in this process has the same alignment (modulo
-    64 bytes) as the tensor that is copied.
+    64 bytes) as the tensor from which it is copied.
     """
 
     manager: HostResidents = field(default_factory=ManagerResidents)
@@ -142,12 +148,15 @@ class HostProvider:
 
     @property
     def local(self) -> bool:
-        """Whether residents are built in memory of this process, at any alignment."""
+        """Whether residents are built in this process's memory, at any alignment."""
         return not self.manager.in_use and not self.keep_alignment
 
     @property
     def plain(self) -> bool:
-        """Whether weights must not be packed: packed ones cannot be put into a memory manager."""
+        """Whether weights must stay plain, not packed.
+
+        This is so if a memory manager is used, because packed weights cannot be put there.
+        """
         return self.manager.in_use
 
     @property
@@ -163,7 +172,7 @@ class HostProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[Resident | None]:
-        """Look up residents, in order, as `ResidentProvider.find` specifies."""
+        """Look up residents and return them in order, as specified by `ResidentProvider.find`."""
         found = [_in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -184,20 +193,21 @@ class HostProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> Resident | None:
-        """Return this process's resident with this key, or None."""
+        """Return this process's resident with this `key`, or None."""
         return registry.lookup(key)
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Register the resident of a recipe, for as long as the resident lives."""
+        """Register `resident` under `recipe`, for as long as the resident lives."""
         registry.register_record(recipe, resident)
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
-        """Return a resident for each request, and whether this call built it.
+        """Return a resident for each request, in order, and whether this call built it.
 
-        Before residents that were built in this process are registered, `check` is called with
-        pairs of tensor and resident, and may raise.
+        `check`, if given, is called with pairs of a tensor and the resident that was built for it
+        in this process, before these residents are registered. If `check` raises an error, none of
+        them is registered.
 
         Raises:
             SharedMemoryError: There is no shared memory left, here or in the manager.
@@ -241,7 +251,10 @@ class HostProvider:
             return None
 
     def note_not_by_leaf(self, reason: str) -> None:
-        """Record and log why a large tensor is copied whole; only the first reason is kept."""
+        """Record and log the `reason` why a large tensor is copied whole.
+
+        Only the first reason is kept.
+        """
         if self._not_by_leaf is None:
             self._not_by_leaf = reason
             _log.warning("a tensor is copied whole: %s", reason)
@@ -253,15 +266,15 @@ class HostProvider:
         contents: Sequence[Content],
         build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
-        """Build a resident that shares parts with others, found by the digests of its contents.
+        """Build a resident from parts of others, which are found by the digests of `contents`.
 
         `contents` are the parts of the tensor whose digests are known. `build(residents, admit)`
-        gets the candidates to share with, and passes both on to `build_from_contents`. Candidates
-        are residents of the memory manager, if there is one, and otherwise of this process, except
-        those that this load has built.
+        passes both arguments on to `build_from_contents` and returns the result. `residents` are
+        the candidates to share with. They are residents of the memory manager, if there is one, and
+        otherwise residents of this process that this load has not built.
 
-        Returns the result of `build`, which must be passed to `enter_known`, or None. Call
-        `end_known` in any case, also after an error.
+        Returns None if no resident can be built in this way. Otherwise pass the result to
+        `enter_known`. Call `end_known` in any case, also after an error.
 
         Raises:
             SharedMemoryError: There is no memory for the parts that are not shared.
@@ -276,7 +289,7 @@ class HostProvider:
     def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
         """Register a resident from `build_known`; return the one to use, and whether it is new.
 
-        Returns None if the memory manager does not take it. The resident must then not be used.
+        Returns None if the memory manager does not take the resident, which must then not be used.
         """
         if not self.manager.in_use:
             return self.enter(resident)
@@ -288,21 +301,26 @@ class HostProvider:
         return first, put[1] and first is put[0]
 
     def end_known(self) -> None:
-        """Release the memory that `build_known` reserved, if `enter_known` has not used it."""
+        """Release the memory that `build_known` reserved and `enter_known` has not used.
+
+        Does nothing without a memory manager.
+        """
         self.manager.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Register the contents of a resident, so that others can share parts of it by digest.
+        """Register the `contents` of `resident`, so that others can share parts of it by digest.
 
-        They are registered in this process and, if it lends the resident, in the memory manager.
+        The contents are registered in this process and, if this load has put the resident into the
+        memory manager, there, too.
         """
         note_contents(resident, contents)
         self.manager.note_contents(resident, contents)
 
     def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
-        """Register a resident that was read straight into a slab, after sharing its equal leaves.
+        """Register a resident that was read straight into a slab.
 
-        Returns the resident to use, and whether it is new.
+        If other residents have equal leaves, a resident that shares these leaves is built first and
+        is registered in place of `resident`. Returns the resident to use, and whether it is new.
 
         Raises:
             SharedMemoryError: There is no memory to build it from shared leaves.
@@ -310,13 +328,16 @@ class HostProvider:
         return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
 
     def enter(self, resident: Resident) -> tuple[Resident, bool]:
-        """Register a resident; return the registered one, and whether it is this one."""
+        """Register `resident`, unless a resident with its key is registered already.
+
+        Returns the registered resident, and whether it is `resident` itself.
+        """
         self._built.add(resident)
         first = registry.register(resident)
         return first, first is resident
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a copy-on-write mapping of a resident as a tensor."""
+        """Return `resident` as a tensor, mapped copy-on-write."""
         assert isinstance(resident, Resident)
         return resident.map()
 
@@ -325,7 +346,7 @@ class HostProvider:
         return tensor
 
     def reason(self, name: str) -> str | None:
-        """Return None: every tensor can be shared, because a write copies the page."""
+        """Return None. Every tensor can be shared, because a write copies the memory page."""
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
@@ -343,7 +364,8 @@ def host_provider_for(
 ) -> HostProvider:
     """Return the provider for a load of `checkpoint` into host memory.
 
-    `where` is the socket of the memory manager to use, or None. If the manager does not answer,
-    that is logged, and residents are built in this process only.
+    `where` is the socket of the memory manager to use, or None to use none. If the manager does not
+    answer, the failure is logged, and residents are built in this process only. `keep_alignment` is
+    as for `HostProvider`.
     """
     return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

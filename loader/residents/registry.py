@@ -1,7 +1,8 @@
-"""The process-wide registry of residents, and of records by recipe and layer key.
+"""The process-wide registry of residents, and of layer records by layer key.
 
-A resident is an immutable tensor in memory that models share. The registry refers to it weakly: it
-is freed when the last model that uses it is dropped.
+A resident is an immutable tensor in memory that models share. A layer record has what a layer holds
+after it was processed: its residents and other attributes. The registry refers to both weakly, so
+they are freed when the last model that uses them is dropped.
 """
 
 import itertools
@@ -34,9 +35,10 @@ def _row_geometry(key: ResidentKey) -> _RowGeometry:
 
 
 class Registry:
-    """The table of residents by key and replica number, and of records by layer key or recipe.
+    """The tables of the residents and layer records of this process.
 
-    Safe from any thread and after fork.
+    A resident is found by its key and replica number, or by a recipe; a layer record is found by
+    its layer key. Safe from any thread and after fork.
     """
 
     def __init__(self) -> None:
@@ -52,15 +54,18 @@ class Registry:
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
-        """Return the resident with this key and replica number, or None.
+        """Return the resident with this `key` and replica number, or None.
 
-        It is freed unless the caller keeps a reference. `copy` is the replica number: equal tensors
-        of one model are separate replicas.
+        `copy` is the replica number: equal tensors of one model are separate replicas. The resident
+        is freed unless the caller keeps a reference.
         """
         return self._residents.get((key, copy))
 
     def register(self, resident: Resident, copy: int = 0) -> Resident:
-        """Register a resident, unless its key and number are taken; return the registered one."""
+        """Register `resident`, unless its key and replica number are taken.
+
+        `copy` is the replica number. Returns the resident that is registered now.
+        """
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
             first = self._residents.get((resident.key, copy))
@@ -75,14 +80,15 @@ class Registry:
         """Return the large residents (8 MiB and more) that may share leaves with a tensor.
 
         They have the dtype, row shape and stride of `key`, and are ordered from old to new.
-        Residents in a memory manager are left out, because a part of one has no lease.
+        Residents in a memory manager are left out, because there is no lease on a part of a
+        resident.
         """
         with self._lock:
             found = self._large.get(_row_geometry(key))
             return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """Return all residents in use, each preceded by its replica number."""
+        """Return (replica number, resident) for all residents in use."""
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
@@ -95,7 +101,10 @@ class Registry:
         return self._records.get(key)
 
     def register_record(self, key: str, record: object) -> object:
-        """Register a layer record or resident, unless `key` is taken; return the registered one."""
+        """Register a layer record or resident under `key`, unless `key` is taken.
+
+        `key` is a layer key or recipe. Returns the object that is registered now.
+        """
         with self._lock:
             first = self._records.get(key)
             if first is not None:
@@ -116,7 +125,7 @@ class Registry:
         ]
 
     def resident_bytes(self) -> int:
-        """Return the bytes of all slabs in use, each counted once, and of packed weights.
+        """Return the size in bytes of all slabs and packed weights in use, each counted once.
 
         A packed weight counts with the size of the plain weight that was packed.
         """

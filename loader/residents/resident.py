@@ -64,8 +64,8 @@ _LOSSLESS: Final = frozenset(
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether a tensor's elements fill one memory range without gap or overlap.
 
-    Their order does not matter, so a transposed matrix is dense. `stride` is in elements and is as
-    long as `shape`. A tensor without elements is dense.
+    The order of the elements does not matter, so a transposed matrix is dense. `stride` is in
+    elements and is as long as `shape`. A tensor without elements is dense.
     """
     if 0 in shape:
         return True
@@ -80,10 +80,10 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def sharable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can become a resident in host memory.
+    """Return whether `tensor` can become a resident in host memory.
 
-    It must lie on the CPU, have no gaps and a dtype that safetensors knows, and not be lazily
-    conjugated or negated.
+    The tensor must lie on the CPU and have no gaps. Its dtype must be known to safetensors, and the
+    tensor must not be lazily conjugated or negated.
     """
     return tensor.device.type == "cpu" and sharable_anywhere(tensor)
 
@@ -132,11 +132,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def copied_part(
     data: memoryview, start: int, nbytes: int, read: ReadInto | None = None
 ) -> bytes | bytearray:
-    """Return a copy of up to `nbytes` bytes of a tensor's `tensor_bytes`, from `start` on.
+    """Return a copy of up to `nbytes` bytes of `data`, from `start` on.
 
-    If the tensor is mapped from a file, pass `read`, which reads its bytes from the file. Touching
-    the mapping would end the process if the file has become shorter (SIGBUS); `read` raises
-    instead.
+    `data` is the result of `tensor_bytes`. If the tensor is mapped from a file, pass `read`, which
+    reads the tensor's bytes from the file. Touching the mapping would end the process if the file
+    has become shorter (SIGBUS), whereas `read` raises an error.
     """
     if read is None:
         return bytes(data[start : start + nbytes])
@@ -165,14 +165,14 @@ def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
 
 
 def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
-    """Return the resident key, as `resident_key` does, of a gap-free tensor on any device."""
+    """Return the key of a gap-free tensor on any device whose bytes have this digest."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
 
 
 class ReplicaKey(NamedTuple):
     """The identity of a shared tensor: its resident key and its replica number, `copy`.
 
-    Equal tensors of one model must not become one memory, so each is a replica with another number.
+    Equal tensors of one model must not share memory, so each is a replica with another number.
     """
 
     key: ResidentKey
@@ -180,10 +180,11 @@ class ReplicaKey(NamedTuple):
 
 
 def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """Return the key of a resident cast to `dtype`, or None after too many casts.
+    """Return the key of the tensor that a cast of a resident to `dtype` gives.
 
-    The key is derived from the resident's key and the cast, so no byte is hashed. A lossless cast
-    and the cast back give the original key.
+    `key` is the key of the resident. The result is derived from `key` and the cast, so no byte is
+    hashed. A lossless cast and the cast back give the original key. Returns None if `key` has been
+    through three casts already.
     """
     name = dtype_name(dtype)
     if name == key.dtype:
@@ -221,13 +222,16 @@ class SlabBuilder:
     """A writer that fills one slab with tensors and seals it. For one thread at a time."""
 
     def __init__(self, capacity: int) -> None:
-        """Create a slab of `capacity` bytes (see `capacity_for`), which sealing trims."""
+        """Create a slab of `capacity` bytes (see `capacity_for`).
+
+        Sealing trims the slab to its used size.
+        """
         self._writer = SlabWriter(capacity)
 
     def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
         """Copy a sharable tensor into the slab; return its offset in bytes.
 
-        The offset is `beyond` bytes after a multiple of the alignment.
+        The offset is `beyond` bytes after a multiple of the alignment of slabs.
 
         Raises:
             UnsupportedError: The tensor is not sharable.
@@ -246,9 +250,9 @@ class Resident:
 
     It lives as long as a reference to it, or to a tensor that it mapped, exists; the registry's
     references are weak. `extents` are the slab ranges that have its bytes, in order. A resident
-    with several extents shares leaves (parts of 2 MiB) with other tensors, whose slabs it keeps
-    alive; `leaf_shared_bytes` of its bytes were in memory before it was built. `place` is the
-    same as `extents`, for comparison, and keeps no slab alive.
+    with several extents shares leaves (parts of 2 MiB) with other tensors and keeps their slabs
+    alive. `leaf_shared_bytes` of its bytes were in memory before it was built. `place` has the
+    ranges of `extents` for comparison, and keeps no slab alive.
     """
 
     __slots__ = (
@@ -258,11 +262,11 @@ class Resident:
     def __init__(
         self, key: ResidentKey, extents: Iterable[SlabExtent], leaf_shared_bytes: int = 0
     ) -> None:
-        """Describe a tensor in one slab or several.
+        """Describe the tensor `key`, whose bytes lie in `extents`.
 
         Raises:
-            SlabUsageError: The extents are not as large as the key's geometry needs, or one exceeds
-                its slab.
+            SlabUsageError: The total size of the extents is not what the dtype and shape of the key
+                need, or an extent exceeds its slab.
         """
         self.key: Final = key
         self.extents: Final = tuple(extents)
@@ -324,9 +328,9 @@ class Resident:
         return _tensor_over(flat, dtype, self.key.shape, self.key.stride)
 
     def seen(self) -> torch.Tensor:
-        """Return a tensor with the resident's bytes, to be read only.
+        """Return the resident's bytes as a tensor that must only be read.
 
-        It is a mapping or, if this process has nearly too many mappings, a copy.
+        The tensor is a mapping or, if this process has nearly too many mappings, a copy.
 
         Raises:
             OutOfMemoryError: The kernel refused the mapping.
@@ -351,11 +355,11 @@ class Resident:
 def pack(
     tensors: Iterable[tuple[torch.Tensor, str]], *, keep_alignment: bool = False
 ) -> list[Resident]:
-    """Copy tensors, given with their digests, into one new slab; return residents in that order.
+    """Copy `tensors`, given with their digests, into one new slab; return a resident for each.
 
-    The digests are those of `tensor_bytes` and are not checked. With `keep_alignment`, each
-    resident's address modulo 64 is that of its tensor, because kernels may round differently by
-    alignment.
+    The residents are in the order of the tensors. The digests are those of `tensor_bytes` and are
+    not checked. With `keep_alignment`, each resident's address modulo 64 is that of its tensor,
+    because kernels may round differently by alignment.
 
     Raises:
         UnsupportedError: One of the tensors is not sharable.
@@ -378,8 +382,8 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
     """Read a tensor of `nbytes` bytes straight into a new slab, and return it as a resident.
 
     `source(write)` calls `write(piece, offset)` for every piece of the tensor, from any thread, and
-    returns the tensor's digest after the last of these calls. Its errors are passed on. `geometry`
-    has dtype, shape and stride; its digest is ignored.
+    returns the tensor's digest after the last of these calls. Errors of `source` are passed on.
+    `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
 
     Raises:
         OutOfMemoryError: There is no memory or descriptor for the slab.
@@ -394,10 +398,14 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors lie in the same physical memory now, whatever their addresses.
 
-    They do if they are the same range of one storage, or mappings of the same range of a resident,
-    as long as neither was written to (on a GPU: was made private). They must agree in size and,
-    unless gap-free, in shape and stride. Empty tensors share memory only within one storage. Safe
-    from any thread.
+    Tensors share memory in two cases:
+
+    - They are the same range of one storage.
+    - They are mappings of the same range of a resident, and neither was written to or, on a GPU,
+      made private.
+
+    The tensors must also agree in size and, unless both are gap-free, in shape and stride. Empty
+    tensors share memory only within one storage. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -442,9 +450,9 @@ def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
 def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return how many bytes of `a` lie in physical memory that `b` uses, too.
 
-    These are all bytes if `shares_memory` is True. Tensors that differ in part may share leaves of
-    2 MiB, minus pages that either side has written to. The memory of a tensor with gaps extends
-    from its first element to its last. Safe from any thread.
+    If `shares_memory` is True, these are all bytes. Tensors that differ in part may share leaves of
+    2 MiB; pages that were written to in either tensor are not counted. The memory of a tensor with
+    gaps extends from its first element to its last. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

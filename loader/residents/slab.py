@@ -1,13 +1,13 @@
 """Slabs: sealed memory files, and copy-on-write mappings of them. Linux only; imports no torch.
 
-A slab is filled, sealed (from then on the kernel refuses writes by any process) and mapped
-MAP_PRIVATE by each reader. Readers share the pages, and one that writes gets its own copy of the
-page from the kernel. No process can corrupt another one's data, and no write fails.
+A slab is filled and then sealed: from then on the kernel refuses writes by any process. Each reader
+maps the slab MAP_PRIVATE. Readers share the pages, and a reader that writes gets its own copy of
+the page from the kernel. So no process can corrupt the data of another process, and no write fails.
 
 A slab is filled by pwrite, never through a writable mapping. For 256 MiB on a two-core virtual
 machine (minimum of seven): `torch.empty().copy_()` 158 ms, pwrite 163 ms, a mapping 401 ms, a
-mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages, and it returns an
-error where memory is short, whereas a store through a mapping would end in SIGBUS.
+mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages. If memory is
+short, pwrite returns an error, whereas a store through a mapping would end in SIGBUS.
 """
 
 import ctypes
@@ -69,12 +69,15 @@ def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
 
 
 def capacity_for(sizes: Iterable[int]) -> int:
-    """Return the size in bytes of a slab for tensors of these sizes, in this order, aligned."""
+    """Return the size in bytes of a slab that has room for tensors of these `sizes`.
+
+    The tensors lie in the order of `sizes`, each aligned.
+    """
     return offsets_of(sizes)[1]
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
-    """Return a buffer over `nbytes` bytes at an address; the buffer keeps `owner` alive."""
+    """Return a buffer over `nbytes` bytes at `address`; the buffer keeps `owner` alive."""
     array = (ctypes.c_char * nbytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]  # array types have a __dict__
     return array
@@ -119,9 +122,10 @@ _replacing: Final = _ReplacementLock()
 def make_private(address: int, nbytes: int) -> int:
     """Replace the slab mapping that contains a range by private memory at the same address.
 
-    Returns the bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping
-    stay valid, also in compiled code and captured graphs, and the slab is released. Other threads
-    may read the memory meanwhile, but not write it.
+    The range is `nbytes` bytes at `address`; the whole mapping is copied. Returns the number of
+    bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping stay valid,
+    also in compiled code and captured graphs, and the slab is released. Other threads may read the
+    memory meanwhile, but not write to it.
 
     Raises:
         OutOfMemoryError: There is no memory for the copy; nothing has changed.
@@ -167,7 +171,10 @@ _serials = itertools.count(1)
 
 
 class HasFd(Protocol):
-    """An object that owns an open file descriptor, which stays open as long as the object lives."""
+    """An interface for objects that own an open file descriptor.
+
+    The descriptor stays open as long as the object lives.
+    """
 
     @property
     def fileno(self) -> int:
@@ -177,8 +184,9 @@ class HasFd(Protocol):
 class Slab:
     """A sealed memory file of `nbytes` bytes, a multiple of the page size. It never changes.
 
-    It is closed when nothing refers to it; every mapping of it keeps it open. `serial` is unique in
-    the process, and a forked child inherits it. Safe from any thread and after fork.
+    The file is closed when nothing refers to this object; every mapping of the slab refers to it.
+    `serial` is unique in the process, and a forked child inherits it. Safe from any thread and
+    after fork.
     """
 
     def __init__(self, descriptor: HasFd, nbytes: int) -> None:
@@ -188,7 +196,7 @@ class Slab:
 
     @property
     def fileno(self) -> int:
-        """The file descriptor. It still belongs to this object."""
+        """The file descriptor. This object closes it, and callers must not."""
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
@@ -214,10 +222,11 @@ class ExtentLayout:
     __slots__ = ("_extents", "_length", "_nbytes", "_overlays", "_pieces", "_under")
 
     def __init__(self, extents: Sequence[SlabExtent]) -> None:
-        """Plan the mapping of these extents.
+        """Plan the mapping of `extents`, in this order.
 
         Raises:
-            SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+            SlabUsageError: An extent is outside its slab, or two extents do not meet at a page
+                boundary.
         """
         self._extents = tuple(extents)
         self._pieces = (_pages(extents[0]),) if len(extents) == 1 else _side_by_side(extents)
@@ -228,8 +237,8 @@ class ExtentLayout:
     def map(self, owner: object, *, writable: bool = True) -> ByteArray:
         """Map the extents copy-on-write and return the mapping as a buffer.
 
-        The buffer keeps `owner` and the slabs alive, and unmaps them when it is garbage-collected.
-        With `writable=False` a write ends the process (SIGSEGV).
+        The buffer keeps `owner` and the slabs alive. When the buffer is garbage-collected, the
+        extents are unmapped. With `writable=False`, a write ends the process (SIGSEGV).
 
         Raises:
             MappingLimitError: This process has nearly as many mappings as the kernel allows.
@@ -332,7 +341,7 @@ class SlabWriter:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Create the memory file.
+        """Create the memory file of the slab.
 
         Raises:
             OutOfMemoryError: There is no descriptor left.
@@ -363,7 +372,7 @@ class SlabWriter:
     def write(self, data: memoryview, beyond: int = 0) -> int:
         """Copy bytes to the next free place in the slab; return their offset.
 
-        The offset is `beyond` bytes after a multiple of the alignment.
+        The offset is `beyond` bytes after a multiple of the alignment of slabs.
 
         Raises:
             OutOfMemoryError: There is no memory left.
@@ -374,7 +383,7 @@ class SlabWriter:
         return offset
 
     def take(self, nbytes: int) -> int:
-        """Reserve `nbytes` bytes for `put` to write, and return their offset.
+        """Reserve `nbytes` bytes for `put` to write later, and return their offset.
 
         Raises:
             SlabUsageError: The bytes do not fit, or the slab is sealed.
@@ -382,7 +391,9 @@ class SlabWriter:
         return self._take(nbytes)
 
     def put(self, data: memoryview, offset: int) -> None:
-        """Copy contiguous bytes to an offset from `take`. Safe from several threads at once.
+        """Copy the contiguous bytes `data` to `offset`, which `take` returned or which follows it.
+
+        Safe from several threads at once.
 
         Raises:
             OutOfMemoryError: There is no memory left.
@@ -398,13 +409,19 @@ class SlabWriter:
             rest, at = rest[written:], at + written
 
     def get(self, into: memoryview, offset: int) -> None:
-        """Read bytes back that `put` wrote. Safe from several threads at once."""
+        """Fill `into` with bytes that `put` wrote, from `offset` on.
+
+        Safe from several threads at once.
+        """
         fd, rest, at = self._open().fileno, into.cast("B"), offset
         while rest.nbytes and (count := os.preadv(fd, [rest], at)):
             rest, at = rest[count:], at + count
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free the whole pages of a range whose bytes are not needed."""
+        """Free the whole memory pages in a range whose bytes are not needed.
+
+        If the system refuses, the memory is freed with the slab.
+        """
         start, end = round_up(offset), (offset + nbytes) // PAGE * PAGE
         if end > start:
             # Where it is refused the memory stays, and goes with the slab.
@@ -412,6 +429,8 @@ class SlabWriter:
 
     def seal(self) -> Slab:
         """Make the bytes immutable and return the slab, trimmed to its used size.
+
+        The writer cannot be used afterwards.
 
         Raises:
             SharedMemoryError: The file is mapped for writing somewhere.
