@@ -75,7 +75,7 @@ class Frozen:
         """Compare every byte with the content that was recorded when the layers were frozen.
 
         Raises:
-            FrozenLayerError: a tensor has other bytes, another dtype or shape, or is gone.
+            FrozenLayerError: A tensor has other bytes, another dtype or shape, or is gone.
         """
         now = self._tensors()
         moved = [
@@ -131,7 +131,7 @@ def freeze(model: torch.nn.Module, layers: str) -> Frozen:
     (`tensor_dedup.formats.layers.layer_names.meant`).
 
     Raises:
-        ConfigError: a part of `layers` matches no tensor of the model, or `layers` is empty.
+        ConfigError: A part of `layers` matches no tensor of the model, or `layers` is empty.
     """
     found = meant(by_layer(model.state_dict()), layers)
     names = tuple(name for layer in found.values() for name in sorted(layer))
@@ -147,7 +147,7 @@ def check_frozen(model: torch.nn.Module) -> None:
     """Check all layers that `freeze` has frozen in a model and its submodules.
 
     Raises:
-        FrozenLayerError: a tensor of a frozen layer has changed.
+        FrozenLayerError: A tensor of a frozen layer has changed.
     """
     with _lock:
         known = dict(_frozen)

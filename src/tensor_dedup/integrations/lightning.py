@@ -283,7 +283,7 @@ class FreezeCallback(Callback):
         """Freeze the layers before the optimizers are made.
 
         Raises:
-            ConfigError: the module has no such layer.
+            ConfigError: The module has no such layer.
         """
         if stage == "fit" and self._frozen is None:
             self._frozen = freeze(pl_module, self._layers)

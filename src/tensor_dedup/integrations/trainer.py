@@ -257,7 +257,7 @@ class FreezeCallback(TrainerCallback):
         """Freeze the layers before Trainer makes its optimizer and wraps the model.
 
         Raises:
-            ConfigError: the model has no such layer.
+            ConfigError: The model has no such layer.
         """
         self._frozen = freeze(given["model"], self._layers)
 
@@ -267,7 +267,7 @@ class FreezeCallback(TrainerCallback):
         """Record the current weights as those to keep or, when a training is resumed, check them.
 
         Raises:
-            FrozenLayerError: the checkpoint that is resumed has other bytes in the frozen layers.
+            FrozenLayerError: The checkpoint that is resumed has other bytes in the frozen layers.
         """
         if self._frozen is None:
             return

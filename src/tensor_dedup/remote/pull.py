@@ -96,9 +96,9 @@ def read_ref(bucket: Bucket, name: str) -> str:
     """Return the name of the manifest that a name refers to.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        NotARemoteError: there is no remote.
-        DamagedRemoteError: the reference is damaged.
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        NotARemoteError: There is no remote.
+        DamagedRemoteError: The reference is damaged.
     """
     manifest = find_ref(bucket, name)
     if manifest is None:
@@ -111,7 +111,7 @@ def find_ref(bucket: Bucket, name: str) -> str | None:
     """Return the name of the manifest that a name refers to, or None if there is no such name.
 
     Raises:
-        DamagedRemoteError: the reference is damaged.
+        DamagedRemoteError: The reference is damaged.
     """
     key = layout.ref_key(check_name(name))
     found = bucket.get(key, layout.TEXT_BYTES)
@@ -162,7 +162,7 @@ def read_manifest(
     `known(name)` returns the bytes of a page or manifest that the store already has, or None.
 
     Raises:
-        MissingRemoteError, DamagedRemoteError, NewerFormatError: one cannot be read.
+        MissingRemoteError, DamagedRemoteError, NewerFormatError: One cannot be read.
     """
     blob, content = read_content(bucket, manifest, known)
     where = bucket.at(layout.manifest_key(manifest))
@@ -241,13 +241,13 @@ def pull(
     one fails before anything is transferred.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteNameTakenError: the name stands for another checkpoint in the store, and `replace` is
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        RemoteNameTakenError: The name stands for another checkpoint in the store, and `replace` is
             False.
-        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote are
+        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: Objects of the remote are
             missing or damaged. Nothing was committed; received pieces are kept for the next
             attempt.
-        NoSpaceError: the disk has no room for the missing pieces.
+        NoSpaceError: The disk has no room for the missing pieces.
     """
     wanted = _look(bucket, name, here[0], replace, listed)
     return _bring(bucket, wanted, here, progress, seen, lost)

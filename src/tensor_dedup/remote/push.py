@@ -118,9 +118,9 @@ def push(
     the store that share manifest pages with these. Errors of `guard` are passed on.
 
     Raises:
-        RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is False.
-        NoConditionsError: the server ignores conditions of writes; no checkpoint was written.
-        RemoteBusyError: other writers kept changing the remote.
+        RemoteNameTakenError: A name stands for another checkpoint there, and `replace` is False.
+        NoConditionsError: The server ignores conditions of writes; no checkpoint was written.
+        RemoteBusyError: Other writers kept changing the remote.
     """
     began = time.monotonic()
     guard = guard or NameGuard()
@@ -574,7 +574,7 @@ def refer(
     error.
 
     Raises:
-        RemoteBusyError: other writers kept changing the name.
+        RemoteBusyError: Other writers kept changing the name.
     """
     key, text = layout.ref_key(name), layout.reference(name, manifest)
     for _ in range(_ATTEMPTS * 4):

@@ -39,7 +39,7 @@ class Remote:
     finds in the environment; a URL never contains one.
 
     Raises:
-        RemoteUnreachableError, RemoteAccessError: from any method, if the server does not answer or
+        RemoteUnreachableError, RemoteAccessError: From any method, if the server does not answer or
             refuses the request.
     """
 
@@ -56,8 +56,8 @@ class Remote:
         tests replace.
 
         Raises:
-            RemoteUrlError: the URL cannot name a remote, or contains a credential.
-            NotInstalledError: obstore, of the extra `remote`, is not installed.
+            RemoteUrlError: The URL cannot name a remote, or contains a credential.
+            NotInstalledError: Obstore, of the extra `remote`, is not installed.
         """
         if not isinstance(url, (str, PathLike)):
             raise RemoteUrlError.at(repr(url), "it is neither text nor a path")
@@ -78,7 +78,7 @@ class Remote:
         """Return the names of all checkpoints whose manifests can be read, sorted.
 
         Raises:
-            NotARemoteError: there is no remote.
+            NotARemoteError: There is no remote.
         """
         return [each.name for each in self.checkpoints() if each.manifest]
 
@@ -127,8 +127,8 @@ class Remote:
         """Read the manifest and the list of pieces of a checkpoint; no tensor data is read.
 
         Raises:
-            UnknownRemoteNameError: the remote has no checkpoint of this name.
-            MissingRemoteError, DamagedRemoteError: the manifest or a page is missing or damaged.
+            UnknownRemoteNameError: The remote has no checkpoint of this name.
+            MissingRemoteError, DamagedRemoteError: The manifest or a page is missing or damaged.
         """
         return read_manifest(self.bucket, name, read_ref(self.bucket, name))
 
@@ -143,7 +143,7 @@ class Remote:
         The first of these runs must be at least a lease after the data was written.
 
         Raises:
-            UnknownRemoteNameError: the remote has no checkpoint of this name.
+            UnknownRemoteNameError: The remote has no checkpoint of this name.
         """
         upkeep.delete(self.bucket, name)
 
@@ -157,7 +157,7 @@ class Remote:
         take two leases and three runs until an unused object is deleted.
 
         Raises:
-            UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+            UncertainRemoteError: Something cannot be read; nothing was condemned or deleted.
         """
         return sweep.gc(self.bucket, lease_hours * 3600, dry_run=dry_run)
 
@@ -187,7 +187,7 @@ class Remote:
         """Return whether a checkpoint has exactly this name. A store's folder can be searched too.
 
         Raises:
-            NotARemoteError: there is no remote.
+            NotARemoteError: There is no remote.
         """
         try:
             read_ref(self.bucket, name)
@@ -205,8 +205,8 @@ class Remote:
         A store's folder can be searched too.
 
         Raises:
-            UnknownRemoteNameError, UnknownNameError: the remote, or the store, has neither.
-            NotARemoteError: there is no remote.
+            UnknownRemoteNameError, UnknownNameError: The remote, or the store, has neither.
+            NotARemoteError: There is no remote.
         """
         return [*self.refs_of(name)]
 

@@ -31,8 +31,8 @@ def pull_each(
     steps that need the same lost data are skipped. Any other error ends the pull.
 
     Raises:
-        UnknownRemoteNameError: all of them were deleted on the remote meanwhile.
-        StoreError: an error of `pull`. For a run, the message lists the steps that were not pulled.
+        UnknownRemoteNameError: All of them were deleted on the remote meanwhile.
+        StoreError: An error of `pull`. For a run, the message lists the steps that were not pulled.
     """
     results, seen, lost = list[TransferResult](), set[bytes](), LostPieces()
     failed: dict[str, StoreError] = {}

@@ -91,9 +91,9 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     by the third run, two leases after it was written; with a lease of 0, by the first.
 
     Raises:
-        UncertainRemoteError: something cannot be read, or was written by a later version; nothing
+        UncertainRemoteError: Something cannot be read, or was written by a later version; nothing
             was condemned or deleted.
-        RemoteBusyError: other writers kept changing the remote.
+        RemoteBusyError: Other writers kept changing the remote.
     """
     check_remote(bucket)
     catalog: Catalog | None = None

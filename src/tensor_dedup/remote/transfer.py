@@ -110,7 +110,7 @@ def push_to(
     """Push checkpoints that `outgoing` returned, reading their pieces from the store.
 
     Raises:
-        StoreError: an error of `tensor_dedup.remote.push.push`.
+        StoreError: An error of `tensor_dedup.remote.push.push`.
     """
 
     def open_pieces(digests: set[bytes]) -> StoredPieces:
@@ -133,7 +133,7 @@ def outgoing(store: LocalStore, name: str) -> Outgoing:
     """Return what a push of this checkpoint needs. The caller must hold the store's lock.
 
     Raises:
-        UnknownNameError: the store has no checkpoint of this name.
+        UnknownNameError: The store has no checkpoint of this name.
     """
     objects = store.handle.objects
     manifest = objects.ref(name)

@@ -203,8 +203,8 @@ def delete(bucket: Bucket, name: str) -> None:
     data was written.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteBusyError: other writers kept changing the name.
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        RemoteBusyError: Other writers kept changing the name.
     """
     step = parse_step_name(name)
     if step is not None and not step.kept:

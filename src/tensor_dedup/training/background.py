@@ -128,7 +128,7 @@ class Capturing(threading.local):
         """Check that this thread may wait for saves.
 
         Raises:
-            NestedSaveError: it is in the middle of capturing or committing a step.
+            NestedSaveError: It is in the middle of capturing or committing a step.
         """
         if self._here:
             what = "a save was begun or waited for in the middle of another one"
@@ -176,9 +176,9 @@ class PendingSave:
         """Wait until the step is committed and durable; return the result.
 
         Raises:
-            StoreError: the save failed, with this error.
-            ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of the same
+            StoreError: The save failed, with this error.
+            ForkedSaveError: This process was forked after the save had begun.
+            NestedSaveError: This thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self.finish()
@@ -196,8 +196,8 @@ class PendingSave:
         """Wait until the save has ended, successfully or not.
 
         Raises:
-            ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of the same
+            ForkedSaveError: This process was forked after the save had begun.
+            NestedSaveError: This thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         if self._owner != os.getpid():
@@ -215,7 +215,7 @@ class PendingSave:
         """Wait until the model may be changed.
 
         Raises:
-            NestedSaveError: this thread is capturing or committing a step of the same
+            NestedSaveError: This thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self._capturing.check(self.root)
@@ -474,7 +474,7 @@ class Saves:
         """Check that this thread may start a save or wait for one.
 
         Raises:
-            NestedSaveError: it is in the middle of capturing or committing a step.
+            NestedSaveError: It is in the middle of capturing or committing a step.
         """
         self._capturing.check(self._saver.root)
 

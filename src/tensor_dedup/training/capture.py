@@ -303,7 +303,7 @@ class StepCapture:
     """The capture of one step. Create it in the training thread; use it from any thread.
 
     Raises:
-        StateError: from the constructor, if a part of the model cannot be stored.
+        StateError: From the constructor, if a part of the model cannot be stored.
     """
 
     def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
@@ -579,7 +579,7 @@ class StepCapture:
         captures.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         number = 0
         while (copy := self._copy(number)) is not None:
@@ -603,7 +603,7 @@ class StepCapture:
         """Wait until everything is copied and return the step. Call it once.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         self._all_tried.wait()
         for wait in (wait for copy in self._copied for wait in copy.waits):
@@ -649,7 +649,7 @@ class StepCapture:
         """See that nobody wrote to what there was no room for; call it when that has been stored.
 
         Raises:
-            ChangedModelError: somebody did.
+            ChangedModelError: Somebody did.
         """
         with self._lock:
             written = [large.name for large in self._without_room if large.written()]

@@ -171,20 +171,20 @@ class CheckpointStore:
         to one second tier: `root` notes which it is, unless `keep_fast` is None.
 
         Raises:
-            BadNameError: the run's name is invalid.
-            BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
+            BadNameError: The run's name is invalid.
+            BadOptionError: An option is invalid, or one is given that needs `drain`, or the run is
                 called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
-            UnknownNameError: the run has no step, and there is no checkpoint `base`.
+            UnknownNameError: The run has no step, and there is no checkpoint `base`.
             OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
                 was drained to.
-            DivergedTierError: another `root` has drained to it, without what this one has not yet.
-            StoreIOError, StoreAccessError: the second store cannot be read.
-            RemoteUrlError: a URL names no remote.
-            RemoteUnreachableError: the remote does not answer.
-            RemoteAccessError, ReadOnlyRemoteError: it refuses, or cannot be written to.
-            NotARemoteError: it holds something else.
-            NoConditionsError: its server knows no conditional writes, so steps could be lost.
+            DivergedTierError: Another `root` has drained to it, without what this one has not yet.
+            StoreIOError, StoreAccessError: The second store cannot be read.
+            RemoteUrlError: A URL names no remote.
+            RemoteUnreachableError: The remote does not answer.
+            RemoteAccessError, ReadOnlyRemoteError: It refuses, or cannot be written to.
+            NotARemoteError: It holds something else.
+            NoConditionsError: Its server knows no conditional writes, so steps could be lost.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         _check_kinds(run_id, config, weights, drain)
@@ -288,13 +288,13 @@ class CheckpointStore:
         `config`.
 
         Raises:
-            ChangedModelError: a write to the model was noticed.
-            PinnedStepError: the step is pinned, so it is not replaced.
-            NotATrainingError: an imported checkpoint has the name RUN@STEP; it is not replaced.
-            BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
-            StateError: the model cannot be taken apart.
-            NestedSaveError: a signal handler, or a provider, called it in the middle of a save.
-            NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
+            ChangedModelError: A write to the model was noticed.
+            PinnedStepError: The step is pinned, so it is not replaced.
+            NotATrainingError: An imported checkpoint has the name RUN@STEP; it is not replaced.
+            BadStepError, BadMetricError, NamedTwiceError: An argument is invalid.
+            StateError: The model cannot be taken apart.
+            NestedSaveError: A signal handler, or a provider, called it in the middle of a save.
+            NoSpaceError, StoreIOError: The disk failed; all saved steps are as they were.
         """
         self._saves.wait()
         return self.commit(self.snapshot(model, step, metrics, files=files))
@@ -436,10 +436,10 @@ class CheckpointStore:
         Every byte is verified. The cost depends on this step alone.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name was imported.
-            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
-            StateError: the state cannot be restored, or not into `original`.
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint of this name was imported.
+            CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
+            StateError: The state cannot be restored, or not into `original`.
         """
         if self._drain is not None:
             adapter, values = self._drain.read(step, self._read)
@@ -470,8 +470,8 @@ class CheckpointStore:
         The name is a hash of the content, so it changes when the step is saved again.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name was imported.
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint of this name was imported.
         """
         if self._drain is not None:
             return self._drain.manifest(step)
@@ -515,7 +515,7 @@ class CheckpointStore:
         earliest step is returned.
 
         Raises:
-            UnknownMetricError: no step has the metric.
+            UnknownMetricError: No step has the metric.
             UnknownGoalError: `mode` is not given and cannot be found in these ways.
         """
         steps = self._described()
@@ -527,9 +527,9 @@ class CheckpointStore:
         """Delete a step; `gc` frees its space.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            PinnedStepError: the step is pinned.
-            NotATrainingError: the checkpoint of this name is no step of this run.
+            UnknownStepError: The run has no such step.
+            PinnedStepError: The step is pinned.
+            NotATrainingError: The checkpoint of this name is no step of this run.
         """
         if self._drain is not None:
             self._drain.delete(step)
@@ -572,8 +572,8 @@ class CheckpointStore:
         """Protect a step from retention rules and replacement, until `unpin`.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name is no step of this run, or a checkpoint
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint of this name is no step of this run, or a checkpoint
                 was imported under the name of the pin.
         """
         if self._drain is not None:
@@ -586,7 +586,7 @@ class CheckpointStore:
         """Remove a step's protection. Without effect if it is not pinned.
 
         Raises:
-            NotATrainingError: a checkpoint was imported under the name of the pin.
+            NotATrainingError: A checkpoint was imported under the name of the pin.
         """
         if self._drain is not None:
             self._drain.unpin(step)
@@ -622,7 +622,7 @@ class CheckpointStore:
         committed, as ranks do, or to wait, for `timeout` seconds at most.
 
         Raises:
-            DrainError: a step could not be copied, or not in time. It stays on the fast tier, and
+            DrainError: A step could not be copied, or not in time. It stays on the fast tier, and
                 copying is tried again.
         """
         if self._drain is None:
@@ -747,7 +747,7 @@ def list_runs(root: "StrPath | LocalStore") -> list[str]:
     """Return the names of the runs that have steps in the store in the folder `root`, sorted.
 
     Raises:
-        NotAStoreError: the folder has no store.
+        NotAStoreError: The folder has no store.
     """
     store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
     return store.runs()
@@ -760,7 +760,7 @@ def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]
     is little more than the step's size.
 
     Raises:
-        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+        CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
     """
     tensors = {tensor.name: tensor for tensor in checkpoint}
     named = defaultdict(list)

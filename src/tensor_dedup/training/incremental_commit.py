@@ -170,7 +170,7 @@ class PieceWriter:
         """Return the current places of pieces whose bytes are no longer in memory.
 
         Raises:
-            LostHitError: some are no longer in the store.
+            LostHitError: Some are no longer in the store.
         """
         places = self._look_up({known.digest for known in elsewhere.values()})
         gone = [key for key, known in elsewhere.items() if known.digest not in places]
@@ -273,7 +273,7 @@ class StepSource(Protocol):
         Each call starts with the first piece again.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         ...
 
@@ -281,8 +281,8 @@ class StepSource(Protocol):
         """Wait until the step is captured completely, and return it.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
-            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
+            ChangedModelError: A tensor was changed before it was copied.
+            NamedTwiceError, EscapingPathError, NotTextError: A name is invalid.
         """
         ...
 
@@ -326,9 +326,9 @@ class StepSnapshot:
         """Check the names, and return the step itself.
 
         Raises:
-            NamedTwiceError: two parts have the same name, or one has a name that an export needs.
-            EscapingPathError: a small file's path would leave the folder of an export.
-            NotTextError: a name is not valid Unicode.
+            NamedTwiceError: Two parts have the same name, or one has a name that an export needs.
+            EscapingPathError: A small file's path would leave the folder of an export.
+            NotTextError: A name is not valid Unicode.
         """
         self._check_names()
         return self
@@ -403,7 +403,7 @@ class SaveLock:
         """Check that this thread does not hold the lock; call it before entering the lock.
 
         Raises:
-            NestedSaveError: this thread holds it.
+            NestedSaveError: This thread holds it.
         """
         if self._owner == threading.get_ident():
             raise NestedSaveError.at(root, "a save was begun in the middle of another one")
@@ -494,13 +494,13 @@ class Saver:
         step may or may not exist.
 
         Raises:
-            PinnedStepError: the step is pinned, perhaps since this commit began.
-            NotATrainingError: an imported checkpoint has the step's name.
-            NameTakenError: the step must be new, and the name exists.
-            ChangedModelError: the model was written to meanwhile.
-            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
-            NestedSaveError: this thread is already committing a step of the same CheckpointStore.
-            StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
+            PinnedStepError: The step is pinned, perhaps since this commit began.
+            NotATrainingError: An imported checkpoint has the step's name.
+            NameTakenError: The step must be new, and the name exists.
+            ChangedModelError: The model was written to meanwhile.
+            NamedTwiceError, EscapingPathError, NotTextError: A name is invalid.
+            NestedSaveError: This thread is already committing a step of the same CheckpointStore.
+            StoreError: The disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
         try:
             return self._commit(step)
@@ -761,8 +761,8 @@ class _Commit:
         """Look all containers up again, and make those durable that others have written.
 
         Raises:
-            LostHitError: one is not there any more.
-            ChangedModelError: a tensor was changed before it was stored.
+            LostHitError: One is not there any more.
+            ChangedModelError: A tensor was changed before it was stored.
         """
         self._snapshot.check_unchanged()
         files, layout = self._objects.files, self._objects.layout

@@ -125,7 +125,7 @@ def checked_compress(compress: Compress) -> Compress:
     """Return `compress` if it is "auto", "always" or None.
 
     Raises:
-        BadOptionError: it is another value.
+        BadOptionError: It is another value.
     """
     if compress not in ("auto", "always", None):
         raise BadOptionError.of(BadOption.COMPRESS, "CheckpointStore", f"compress={compress!r}")

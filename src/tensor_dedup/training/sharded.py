@@ -65,10 +65,10 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
     `order` is the result of `order_of` for the run.
 
     Raises:
-        NamedTwiceError: two ranks have saved the same name.
-        UnknownNameError: a part is missing.
-        PinnedStepError: the step exists and is pinned.
-        NotATrainingError: an imported checkpoint has the step's name.
+        NamedTwiceError: Two ranks have saved the same name.
+        UnknownNameError: A part is missing.
+        PinnedStepError: The step exists and is pinned.
+        NotATrainingError: An imported checkpoint has the step's name.
     """
     objects, names = store.handle.objects, [part_run(notes.run, rank) for rank in ranks]
 
@@ -104,7 +104,7 @@ def check_free(store: LocalStore, part: str, step: int) -> None:
     """Check that saving a part under this run and step replaces nothing of another run.
 
     Raises:
-        TakenPartError: another checkpoint has the name.
+        TakenPartError: Another checkpoint has the name.
     """
     with store.handle.locked():
         try:

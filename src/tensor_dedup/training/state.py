@@ -134,7 +134,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         If the source is not in C order, its bytes are rearranged when they are read.
 
         Raises:
-            UnsupportedArrayError: it cannot be stored; see `pieces`.
+            UnsupportedArrayError: It cannot be stored; see `pieces`.
         """
         held = self.source  # of an ensemble there are thousands, which are pieces already
         if type(held) is NamedValue and held.name == self.name:
@@ -176,7 +176,7 @@ def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     it, as long as the values are not written to.
 
     Raises:
-        UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
+        UnsupportedArrayError: One cannot be stored, such as arrays of objects, records, strings or
             times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
     return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
@@ -191,7 +191,7 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
     """Return a writable copy of a piece as an array, or the piece itself if numpy lacks its dtype.
 
     Raises:
-        DamagedStateError: the number of bytes does not match the shape.
+        DamagedStateError: The number of bytes does not match the shape.
     """
     code = NUMPY_CODES.get(piece.dtype)
     if code is None:
@@ -210,7 +210,7 @@ def of_its_size(piece: NamedValue) -> NamedValue:
     """Return the piece after checking that its size fits its dtype and shape.
 
     Raises:
-        UnsupportedArrayError: it has fewer or more bytes, so it could not be loaded.
+        UnsupportedArrayError: It has fewer or more bytes, so it could not be loaded.
     """
     bits = BITS.get(piece.dtype)
     if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:

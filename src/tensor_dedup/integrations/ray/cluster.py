@@ -20,7 +20,7 @@ def import_ray(module: str = "ray") -> Any:
     """Import and return Ray or one of its modules.
 
     Raises:
-        NotInstalledError: it is not installed.
+        NotInstalledError: It is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -139,7 +139,7 @@ def observed(
     node.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: No cluster answers at the address.
         NotInstalledError: Ray is not installed.
     """
     ray = import_ray()

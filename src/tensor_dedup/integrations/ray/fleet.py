@@ -55,7 +55,7 @@ class Fleet:
         Without `remote` and `models` this is the fleet of that name as it is.
 
         Raises:
-            ConfigError: a field is unknown or has a wrong value.
+            ConfigError: A field is unknown or has a wrong value.
             NotInstalledError: Ray is not installed.
         """
         import_ray("ray.serve")
@@ -92,9 +92,9 @@ class Fleet:
         longer has are stopped.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
-            RemoteError: a checkpoint cannot be found.
-            FleetError: engines do not start.
+            DoesNotFitError: The models do not fit on the nodes; nothing was changed.
+            RemoteError: A checkpoint cannot be found.
+            FleetError: Engines do not start.
         """
         wanted = self._wanted.encode() if self._wanted is not None else None
         self._ask("apply", wanted, rebalance)
@@ -157,7 +157,7 @@ def application(args: Mapping[str, Any]) -> Any:
     application itself answers the HTTP requests.
 
     Raises:
-        ConfigError: an argument is unknown or has a wrong value.
+        ConfigError: An argument is unknown or has a wrong value.
     """
     known = Fleet.__init__.__annotations__
     for field in args:

@@ -120,8 +120,8 @@ class Keeper:
         `wanted` is an encoded `FleetSpecification`.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes.
-            UnknownRemoteNameError, RemoteError: a checkpoint cannot be found.
+            DoesNotFitError: The models do not fit on the nodes.
+            UnknownRemoteNameError, RemoteError: A checkpoint cannot be found.
         """
         specification = FleetSpecification.decode(wanted)
         with self._wanting:
@@ -137,7 +137,7 @@ class Keeper:
         or nodes lost. A specification that was declared already is therefore ignored.
 
         Raises:
-            DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
+            DoesNotFitError, UnknownRemoteNameError, RemoteError: As `want`.
         """
         with self._wanting:
             if recall(self._declared) != wanted:
@@ -150,8 +150,8 @@ class Keeper:
         `wanted` is an encoded `FleetSpecification` to store first, or None to apply the stored one.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
-            FleetError: engines do not start.
+            DoesNotFitError: The models do not fit on the nodes; nothing was changed.
+            FleetError: Engines do not start.
         """
         if wanted is not None:
             self.want(wanted, rebalance)
@@ -411,7 +411,7 @@ def what_fits(
     replicas that run already.
 
     Raises:
-        DoesNotFitError: there is no room without them either.
+        DoesNotFitError: There is no room without them either.
     """
     names = {each.name for each in nodes}
     while True:

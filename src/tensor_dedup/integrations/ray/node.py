@@ -68,7 +68,7 @@ class NodeActor:
         """Pull a checkpoint if the store lacks it; return the paths of store and socket.
 
         Raises:
-            RemoteError, StoreError: it cannot be pulled.
+            RemoteError, StoreError: It cannot be pulled.
         """
         with self._pulling:  # of models that come at once, the second finds what both have
             result = pull_missing(self._store, name, remote)

@@ -68,7 +68,7 @@ def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
     """Return a model's specification from the fields that a user gave.
 
     Raises:
-        ConfigError: a field is unknown or has a wrong value.
+        ConfigError: A field is unknown or has a wrong value.
     """
     engine = given.get("engine", {})
     if not isinstance(engine, Mapping):
@@ -85,8 +85,8 @@ def measured(specification: FleetSpecification) -> list[Model]:
     No weights are read.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteError: the remote cannot be read.
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        RemoteError: The remote cannot be read.
     """
     remote = Remote.open(specification.remote)
     found = []

@@ -77,8 +77,8 @@ def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> 
     """Write a file of the artifact at `url` into a folder; return its normalised relative path.
 
     Raises:
-        EscapingPathError: the path leads out of the folder.
-        DamagedRemoteError: a file has this path already, or a file and a folder have the same path.
+        EscapingPathError: The path leads out of the folder.
+        DamagedRemoteError: A file has this path already, or a file and a folder have the same path.
     """
     with remote_damage(url) as where:
         inner = check_path(path, where)
@@ -107,10 +107,10 @@ def unpack(
     messages.
 
     Raises:
-        UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
+        UnsupportedError: A member is neither a file nor a link to one, is sparse, or has a name or
             link target of more than 4096 characters; or there are more than 10,000 links.
-        EscapingPathError: a file's name leads out of the folder.
-        DamagedRemoteError: it is not an archive, or the archive is incomplete.
+        EscapingPathError: A file's name leads out of the folder.
+        DamagedRemoteError: It is not an archive, or the archive is incomplete.
     """
     source: Any = stream
     if packing == "zst":

@@ -146,8 +146,8 @@ def push(
     checkpoint, layers are checked only with `replace`, or if the tables are gone.
 
     Raises:
-        RemoteUrlError: the URL has a digest in place of a tag.
-        RemoteNameTakenError: the tag stands for another artifact, and `replace` is False.
+        RemoteUrlError: The URL has a digest in place of a tag.
+        RemoteNameTakenError: The tag stands for another artifact, and `replace` is False.
     """
     name = ArtifactName.parse(url)
     if name.is_pinned:
@@ -390,7 +390,7 @@ class ArtifactBucket(Bucket):
     are read when anything else is requested. `layers` has the digest and size of each layer.
 
     Raises:
-        NoTablesError: the tables cannot be read, or do not fit the manifest and the layers.
+        NoTablesError: The tables cannot be read, or do not fit the manifest and the layers.
     """
 
     def __init__(
@@ -494,8 +494,8 @@ class Artifact:
         """Read its manifest.
 
         Raises:
-            NotARemoteError: there is none.
-            UnsupportedError: it is an index of several.
+            NotARemoteError: There is none.
+            UnsupportedError: It is an index of several.
         """
         self.registry, self._name = registry, registry.name
         held: RegistryManifest | None = self.registry.manifest(self._name.reference)
@@ -540,7 +540,7 @@ class Artifact:
         that only the artifact has.
 
         Raises:
-            RemoteNameTakenError: the local checkpoint of this name differs from the artifact.
+            RemoteNameTakenError: The local checkpoint of this name differs from the artifact.
         """
         began = time.monotonic()
         layers = {_plain_path_of(layer): layer for layer in self._document.layers}
@@ -576,9 +576,9 @@ class Artifact:
         written in part is continued.
 
         Raises:
-            UnsupportedError: a layer has an unknown type or no file name.
-            EscapingPathError: a file's name leads out of the folder.
-            DamagedRemoteError: a layer does not match its digest.
+            UnsupportedError: A layer has an unknown type or no file name.
+            EscapingPathError: A file's name leads out of the folder.
+            DamagedRemoteError: A layer does not match its digest.
         """
         held = self._document.layers
         layers = [each for each in held if each.media_type != EMPTY or _path_of(each) is not None]

@@ -147,7 +147,7 @@ def decode_tables(blob: bytes, where: str) -> ArtifactTables:
     """Decode the tables blob. The caller has to check its content.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: it is damaged, or of a later version.
+        DamagedRemoteError, NewerFormatError: It is damaged, or of a later version.
     """
     with remote_damage(where) as path:
         return frames.decode(blob, _KIND, ArtifactTables, path)
@@ -219,7 +219,7 @@ def decode_document(blob: bytes, where: str) -> ManifestDocument:
     """Decode an OCI manifest or index.
 
     Raises:
-        DamagedRemoteError: it is neither.
+        DamagedRemoteError: It is neither.
     """
     try:
         found = msgspec.json.decode(blob, type=ManifestDocument)

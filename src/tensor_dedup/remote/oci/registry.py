@@ -121,7 +121,7 @@ class ArtifactName:
         """Parse a URL; the tag is `latest` if none is given.
 
         Raises:
-            RemoteUrlError: it is not the URL of an artifact, or contains a credential.
+            RemoteUrlError: It is not the URL of an artifact, or contains a credential.
         """
         host, _, path = url.removeprefix(SCHEME).partition("/")
         if "@" in host:
@@ -285,16 +285,16 @@ class RegistryRepository:
     Use it as a context manager.
 
     Raises:
-        RemoteUnreachableError: from any method, if the registry does not answer or its answer
+        RemoteUnreachableError: From any method, if the registry does not answer or its answer
             cannot be used.
-        RemoteAccessError: from any method, if the credentials are missing or refused.
+        RemoteAccessError: From any method, if the credentials are missing or refused.
     """
 
     def __init__(self, name: ArtifactName) -> None:
         """Open a repository; nothing is asked yet.
 
         Raises:
-            NotInstalledError: oras, of the extra `oci`, is not installed.
+            NotInstalledError: Oras, of the extra `oci`, is not installed.
         """
         try:
             from oras.container import Container
@@ -349,7 +349,7 @@ class RegistryRepository:
         """Return the manifest or index of a tag or a digest, or None if there is none.
 
         Raises:
-            DamagedRemoteError: its bytes do not match the requested digest.
+            DamagedRemoteError: Its bytes do not match the requested digest.
         """
         accept = {"Accept": _ACCEPTED}
         blob = self._small(f"manifests/{reference}", accept, reference, 4 * MANIFEST_BYTES)
@@ -373,7 +373,7 @@ class RegistryRepository:
         """The path of a blob. A manifest names it, and must not lead to another path of the host.
 
         Raises:
-            DamagedRemoteError: this is no digest.
+            DamagedRemoteError: This is no digest.
         """
         if not is_digest(digest):
             raise DamagedRemoteError.at(self.name.url, f"{digest[:80]!r} is no digest of SHA-256")
@@ -392,7 +392,7 @@ class RegistryRepository:
         """Return a small blob, or None if there is none.
 
         Raises:
-            DamagedRemoteError: it does not match its digest, or has more than `limit` bytes.
+            DamagedRemoteError: It does not match its digest, or has more than `limit` bytes.
         """
         blob = self._small(self._blob_path(digest), {}, digest, limit)
         if blob is None:
@@ -425,9 +425,9 @@ class RegistryRepository:
         """Return the bytes from `start` to `stop` of a blob, fewer if it is shorter; unverified.
 
         Raises:
-            FileNotFoundError: there is no such blob.
-            NoRangesError: the registry sends whole blobs only.
-            RemoteUnreachableError: it sends more than the range; reading stops there.
+            FileNotFoundError: There is no such blob.
+            NoRangesError: The registry sends whole blobs only.
+            RemoteUnreachableError: It sends more than the range; reading stops there.
         """
         data, path = bytearray(), self._blob_path(digest)
         for attempt in range(_ATTEMPTS):
@@ -462,7 +462,7 @@ class RegistryRepository:
         whole blob if the registry does not support ranges.
 
         Raises:
-            DamagedRemoteError: the bytes do not match the digest, are too many, or there is no such
+            DamagedRemoteError: The bytes do not match the digest, are too many, or there is no such
                 blob.
         """
         hasher, size, path = hashlib.sha256(), 0, self._blob_path(digest)

@@ -72,7 +72,7 @@ def adapter_for(model: object) -> ModelAdapter:
     No framework is imported.
 
     Raises:
-        UnknownModelError: no adapter accepts the object.
+        UnknownModelError: No adapter accepts the object.
     """
     for name in _names(model, 0):
         return by_name(name)
@@ -85,7 +85,7 @@ def by_name(name: str) -> ModelAdapter:
     """Return a new adapter with the name that is recorded in a step.
 
     Raises:
-        UnknownAdapterError: no adapter has this name.
+        UnknownAdapterError: No adapter has this name.
     """
     if (kind := _ADAPTERS.get(name)) is None:
         known = ", ".join(sorted(_ADAPTERS))

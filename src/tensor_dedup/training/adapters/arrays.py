@@ -21,7 +21,7 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | Nam
     zeros between fields. Nothing is copied.
 
     Raises:
-        UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
+        UnsupportedArrayError: The dtype depends on the machine or holds Python objects, or the
             array is of a subclass of numpy.ndarray.
     """
     import numpy as np

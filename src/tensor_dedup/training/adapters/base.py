@@ -60,7 +60,7 @@ class ModelAdapter(Protocol):
         Values may share the model's memory.
 
         Raises:
-            StateError: a part of the model cannot be stored.
+            StateError: A part of the model cannot be stored.
         """
         ...
 
@@ -70,7 +70,7 @@ class ModelAdapter(Protocol):
         The values are writable, and the model takes ownership of them.
 
         Raises:
-            StateError: the values do not form a model, or do not fit `original`.
+            StateError: The values do not form a model, or do not fit `original`.
         """
         ...
 
@@ -132,7 +132,7 @@ class Providers:
 
         Raises:
             BadOptionError: `kind` is no type, or `provider` no StateProvider.
-            ProviderTakenError: the name or the type already has another provider.
+            ProviderTakenError: The name or the type already has another provider.
         """
         given: tuple[object, object] = (kind, provider)
         if not isinstance(given[0], type | str):
@@ -183,7 +183,7 @@ def register_provider(kind: type | str, provider: StateProvider) -> None:
 
     Raises:
         BadOptionError: `kind` is no type, or `provider` no StateProvider.
-        ProviderTakenError: the type or the name already has another provider.
+        ProviderTakenError: The type or the name already has another provider.
     """
     providers.register(kind, provider)
 

@@ -171,7 +171,7 @@ def decode_structure(data: memoryview) -> Node:
     """Decode the piece `#structure` and return its root node.
 
     Raises:
-        DamagedStateError: it is not a structure, or was written by a later version of this package.
+        DamagedStateError: It is not a structure, or was written by a later version of this package.
     """
     try:
         structure = _decoder.decode(data)
@@ -187,7 +187,7 @@ def decode_values(data: memoryview) -> list[Any]:
     """Decode the piece `#values` and return the plain values, each still encoded.
 
     Raises:
-        DamagedStateError: it is not a MessagePack array.
+        DamagedStateError: It is not a MessagePack array.
     """
     try:
         return msgspec.msgpack.decode(data, type=list[Any])
@@ -216,7 +216,7 @@ def take_apart(model: object) -> Iterator[StateChunk]:
     `#structure` and `#values` come last. `#structure` is serialised only when its bytes are read.
 
     Raises:
-        StateError: a part of the model cannot be stored; the error names its path.
+        StateError: A part of the model cannot be stored; the error names its path.
     """
     walk = _Walk()
     nodes: list[Node] = []

@@ -51,8 +51,8 @@ def encode(value: object, place: str, depth: int = 0) -> Wire:
     """Convert a plain value to values that MessagePack can represent; `place` is its path.
 
     Raises:
-        UnsupportedValueError: a value cannot be stored; the error names its path.
-        CyclicStateError: containers are nested too deeply.
+        UnsupportedValueError: A value cannot be stored; the error names its path.
+        CyclicStateError: Containers are nested too deeply.
     """
     tag = CONTAINERS.get(type(value))
     if tag is None:
@@ -86,7 +86,7 @@ def scalar(value: object, place: str) -> Wire:
     """Encode a value that contains no other values; `place` is its path.
 
     Raises:
-        UnsupportedValueError: the value cannot be stored.
+        UnsupportedValueError: The value cannot be stored.
     """
     encoder = _SCALARS.get(type(value))
     if encoder is not None:
@@ -134,7 +134,7 @@ def decode(wire: Wire) -> Any:
     """Decode a value that `encode` encoded.
 
     Raises:
-        DamagedStateError: the encoding is not valid.
+        DamagedStateError: The encoding is not valid.
     """
     try:
         return _decoded(wire)
@@ -146,7 +146,7 @@ def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> An
     """Build a container with this tag from its decoded head, keys and items.
 
     Raises:
-        KeyError, TypeError, ValueError: they do not fit the container's type.
+        KeyError, TypeError, ValueError: They do not fit the container's type.
     """
     if tag == DEFAULT:
         factory = None if head is None else _FACTORIES[head]
@@ -250,7 +250,7 @@ def dtype_wire(dtype: Any) -> Wire:
     """Encode a numpy dtype, with its fields and their offsets in the order of their bytes.
 
     Raises:
-        ValueError: numpy has no description of the dtype from which the same dtype can be made.
+        ValueError: Numpy has no description of the dtype from which the same dtype can be made.
     """
     import numpy as np
 
@@ -269,7 +269,7 @@ def dtype_of(wire: Wire) -> Any:
     """Decode a numpy dtype.
 
     Raises:
-        DamagedStateError: it is not a dtype, or is one that holds Python objects.
+        DamagedStateError: It is not a dtype, or is one that holds Python objects.
     """
     import numpy as np
 

@@ -37,8 +37,8 @@ class PyTorchAdapter(StructureAdapter):
     `original`, modules, optimizers and schedulers are returned as state dicts, on the CPU.
 
     Raises:
-        UnsupportedArrayError: a tensor is quantised, meta or distributed.
-        UnsupportedValueError: a value has a type without a registered provider.
+        UnsupportedArrayError: A tensor is quantised, meta or distributed.
+        UnsupportedValueError: A value has a type without a registered provider.
     """
 
     name = "pytorch"

@@ -59,9 +59,9 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
     values.
 
     Raises:
-        MismatchedOriginalError: parts of `original` share memory, or are one object, but their
+        MismatchedOriginalError: Parts of `original` share memory, or are one object, but their
             saved values differ.
-        StateError: the values are damaged, or do not fit `original`, parts of which may already be
+        StateError: The values are damaged, or do not fit `original`, parts of which may already be
             filled.
     """
     rebuild = _Rebuild(tensors)
@@ -412,7 +412,7 @@ class Originals:
         """Record that an object has been given its state.
 
         Raises:
-            MismatchedOriginalError: the object was given another state before.
+            MismatchedOriginalError: The object was given another state before.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
@@ -434,7 +434,7 @@ class Originals:
         """Compare all parts that share memory with another part with their saved values.
 
         Raises:
-            MismatchedOriginalError: a part was overwritten with the value of another.
+            MismatchedOriginalError: A part was overwritten with the value of another.
         """
         for fill in _overlapping(self._fills):
             if not _equal(fill.part, fill.make()):
@@ -517,7 +517,7 @@ class StructureAdapter:
         """Return the pieces of a model, named by the keys and attributes that lead to them.
 
         Raises:
-            StateError: a part of the model cannot be stored; the error names its path.
+            StateError: A part of the model cannot be stored; the error names its path.
         """
         chunks = list(self.chunks(model))
         ordered = in_groups(chunks, [chunk.group for chunk in chunks])
@@ -527,7 +527,7 @@ class StructureAdapter:
         """Yield the pieces of a model as chunks, with the hints of their providers.
 
         Raises:
-            StateError: a part of the model cannot be stored; the error names its path.
+            StateError: A part of the model cannot be stored; the error names its path.
         """
         return take_apart(model)
 
@@ -535,6 +535,6 @@ class StructureAdapter:
         """Rebuild the structure from its pieces, in `original` if one is given.
 
         Raises:
-            StateError: the values are damaged, or do not fit `original`.
+            StateError: The values are damaged, or do not fit `original`.
         """
         return put_together(tensors, original)

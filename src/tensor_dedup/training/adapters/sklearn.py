@@ -64,8 +64,8 @@ class SklearnAdapter(GrowingAdapter):
     `original`.
 
     Raises:
-        ForbiddenClassError: a class is not scikit-learn's, and there is no `original`.
-        UnsupportedValueError: a function or another object cannot be stored; the error names its
+        ForbiddenClassError: A class is not scikit-learn's, and there is no `original`.
+        UnsupportedValueError: A function or another object cannot be stored; the error names its
             path.
     """
 

@@ -322,7 +322,7 @@ def made_tree(
     """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: a node refers to a node outside the tree, which scikit-learn does not
+        DamagedStateError: A node refers to a node outside the tree, which scikit-learn does not
             check.
     """
     from sklearn.tree._tree import Tree

@@ -36,7 +36,7 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
     """Return the offset of the end of the value that begins at `at`.
 
     Raises:
-        UnsupportedValueError: there is no valid value.
+        UnsupportedValueError: There is no valid value.
     """
     try:
         return _skip(data, at, depth)

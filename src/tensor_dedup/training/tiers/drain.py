@@ -120,9 +120,9 @@ class Drain:
         the space that it will take, or a function says that this was long enough.
 
         Raises:
-            OtherTierError: the second tier is not the one that the fast one has drained the run to.
-            DivergedTierError: it has gone on without steps that are still to be drained.
-            StoreError: a tier cannot be read.
+            OtherTierError: The second tier is not the one that the fast one has drained the run to.
+            DivergedTierError: It has gone on without steps that are still to be drained.
+            StoreError: A tier cannot be read.
         """
         with fast.handle.translated():
             _check_options(fast, second, keep_fast, backlog)
@@ -159,7 +159,7 @@ class Drain:
         """See what the second tier has, before anything is drained to it.
 
         Raises:
-            DivergedTierError: it has gone on without steps that are still to be drained.
+            DivergedTierError: It has gone on without steps that are still to be drained.
         """
         with self._fast.handle.locked():
             near = self._order.places()
@@ -290,8 +290,8 @@ class Drain:
         """Check that a step may be saved, by the last known content of the second tier.
 
         Raises:
-            PinnedStepError: it is pinned there.
-            NotATrainingError: a checkpoint that is no step of this run has its name there.
+            PinnedStepError: It is pinned there.
+            NotATrainingError: A checkpoint that is no step of this run has its name there.
         """
         facts = {"run": self._run, "step": step}
         if step in self._seen.kept:
@@ -427,7 +427,7 @@ class Drain:
         """Wait until all steps are drained.
 
         Raises:
-            DrainError: an attempt that began after this call has failed, or `timeout` seconds have
+            DrainError: An attempt that began after this call has failed, or `timeout` seconds have
                 passed.
         """
         with self._changed:
@@ -754,7 +754,7 @@ class Drain:
         """Check that every step is there that saves in flight count on: it keeps what they need.
 
         Raises:
-            StoreBusyError: one was deleted or replaced.
+            StoreBusyError: One was deleted or replaced.
         """
         for base in self._bases():
             if not base.is_there():

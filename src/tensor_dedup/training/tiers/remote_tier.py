@@ -114,9 +114,9 @@ class RemoteTier:
         """See that the remote can be written to, and make one where nothing is.
 
         Raises:
-            OtherTierError: the run was drained, as the `note` says, and nothing is there now.
-            NoConditionsError: the server could lose names.
-            RemoteError: it cannot be reached or written to, or is something else.
+            OtherTierError: The run was drained, as the `note` says, and nothing is there now.
+            NoConditionsError: The server could lose names.
+            RemoteError: It cannot be reached or written to, or is something else.
         """
         self._bucket, self._fast, self._run = remote.bucket, fast, order.run
         self.where = remote.url
@@ -422,8 +422,8 @@ def second_tier(
     `lets_go` says whether drained steps may be deleted from the fast tier.
 
     Raises:
-        OtherTierError: it is not the one to which the run was drained before.
-        StoreError: it cannot be opened.
+        OtherTierError: It is not the one to which the run was drained before.
+        StoreError: It cannot be opened.
     """
     if isinstance(drain, LocalStore):
         return StoreTier(drain, fast, order)
@@ -444,7 +444,7 @@ def _second_store(
     """Open the store of a second tier, or make it, which for a run that has steps is said.
 
     Raises:
-        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+        OtherTierError: The run was drained, as the `note` says, and nothing is there now.
     """
     try:
         return LocalStore.open(folder, create=False)

@@ -107,7 +107,7 @@ class SecondTier(Protocol):
         """Open a step and return the result of `read`; with `afresh`, use nothing of the fast tier.
 
         Raises:
-            UnknownNameError: there is no such step.
+            UnknownNameError: There is no such step.
         """
 
     def check_deletable(self, step: int) -> None:
@@ -123,7 +123,7 @@ class SecondTier(Protocol):
         """Copy a step with this manifest from the fast tier, replacing the state at `place` here.
 
         Raises:
-            OutdatedError: the state of the step has changed on either tier meanwhile.
+            OutdatedError: The state of the step has changed on either tier meanwhile.
         """
 
     def copy_pin(self, step: int, manifest: str) -> bool:

@@ -65,7 +65,7 @@ class TierNotes:
         """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
 
         Raises:
-            OtherTierError: the second tier is not the one that the fast one has drained the run to.
+            OtherTierError: The second tier is not the one that the fast one has drained the run to.
         """
         self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
         self._note, self._noted = self._read_note(), False
@@ -87,7 +87,7 @@ class TierNotes:
         Another disk may be mounted at its place.
 
         Raises:
-            OtherTierError: it is another one.
+            OtherTierError: It is another one.
         """
         if self._note is not None and self._second.identity() != self._note.identity:
             raise other_tier(self._fast, self._run, self._note, self._second.where)
@@ -128,7 +128,7 @@ class TierNotes:
         """Record the places on the second tier; `near` has those on the fast one, read later.
 
         Raises:
-            DivergedTierError: another fast tier has drained steps that this one has not seen, and
+            DivergedTierError: Another fast tier has drained steps that this one has not seen, and
                 this one has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
