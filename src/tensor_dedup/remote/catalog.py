@@ -383,7 +383,7 @@ def read_catalog(
         DamagedRemoteError: The head or a segment is damaged.
         MissingRemoteError: A segment is missing.
         NewerFormatError: The head or a segment has a format later than version 1.
-        FormerRemoteError: The head or a segment has a format earlier than version 1.
+        FormerRemoteError: The head has a format earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:

@@ -141,7 +141,7 @@ class RemoteAccessError(RemoteError):
 
 
 class NoConditionsError(RemoteError):
-    """The server ignores conditions of writes, so of two concurrent pushes one could lose a name."""
+    """The server ignores conditions of writes, so concurrent pushes could lose a name."""
 
     advice = "push to a server that keeps If-Match and If-None-Match; pulling from here is fine"
 

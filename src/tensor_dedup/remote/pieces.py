@@ -220,7 +220,7 @@ class RemotePieces:
         return [self._places[digest][1]] if digest in self._places else []
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with the stored bytes of a container from `offset` on, without verifying them.
+        """Fill `view` with the stored bytes of a container from `offset` on, unverified.
 
         Returns False if the range is not part of the pieces in this set.
         """

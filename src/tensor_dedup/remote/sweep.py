@@ -63,11 +63,13 @@ _ATTEMPTS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class RemoteGcPlan:
-    """The plan or the result of a gc: the keys to condemn and the keys to delete. Sizes in bytes.
+    """The plan or the result of a gc. Sizes are in bytes.
 
-    `waiting` counts condemned objects that have not been so for the whole lease yet. `young` counts
-    unused objects younger than the lease; a push may be about to refer to them, so a later run
-    condemns them. `done` is False after a dry run.
+    * `condemn` has the keys of the objects to condemn, and `delete` those of the objects to delete.
+    * `waiting` is the number of objects that have been condemned for less than the lease.
+    * `young` is the number of unused objects younger than the lease. A push may be about to refer
+      to them, so they are left to a later run.
+    * `done` is False after a dry run.
     """
 
     condemn: tuple[str, ...]
@@ -85,14 +87,16 @@ class RemoteGcPlan:
 
 
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
-    """Condemn unused objects, and delete those that have been condemned for `lease_s` seconds.
+    """Condemn unused objects, and delete objects that have been condemned for `lease_s` seconds.
 
-    Objects younger than the lease are not condemned yet. So an object that is never used is deleted
-    by the third run, two leases after it was written; with a lease of 0, by the first.
+    Objects younger than the lease are not condemned yet. So an object that was never used is
+    deleted by the third run, two leases after it was written; with a lease of 0, by the first. With
+    `dry_run`, nothing is changed.
 
     Raises:
-        UncertainRemoteError: Something cannot be read, or was written by a later version; nothing
-            was condemned or deleted.
+        NotARemoteError: There is no remote.
+        UncertainRemoteError: An object that may be needed cannot be read, or was written by a later
+            version; nothing was condemned or deleted.
         RemoteBusyError: Other writers kept changing the remote.
     """
     check_remote(bucket)
