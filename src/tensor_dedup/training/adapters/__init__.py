@@ -67,9 +67,10 @@ _PACKAGES: Final = {
 
 
 def adapter_for(model: object) -> ModelAdapter:
-    """Return the adapter for an object, chosen by its type, or for a structure, by its content.
+    """Return the adapter for `model`, chosen by its type.
 
-    No framework is imported.
+    For a structure such as a dict or a list, the adapter is chosen by the content. No framework is
+    imported.
 
     Raises:
         UnknownModelError: No adapter accepts the object.
@@ -82,7 +83,7 @@ def adapter_for(model: object) -> ModelAdapter:
 
 
 def by_name(name: str) -> ModelAdapter:
-    """Return a new adapter with the name that is recorded in a step.
+    """Return a new adapter of the kind `name`, which is the name recorded in a step.
 
     Raises:
         UnknownAdapterError: No adapter has this name.
@@ -94,9 +95,9 @@ def by_name(name: str) -> ModelAdapter:
 
 
 def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
-    """Return the chunks of a model, in order, from an adapter's `chunks` or `extract`.
+    """Return the chunks of `model` in order, from the adapter's method `chunks` or `extract`.
 
-    If an adapter has both methods, the one that a more derived class defines is used.
+    If the adapter has both methods, `chunks` is used, unless a subclass overrides only `extract`.
     """
     for kind in type(adapter).__mro__:
         if "chunks" in vars(kind):

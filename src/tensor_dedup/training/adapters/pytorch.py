@@ -29,15 +29,16 @@ class PyTorchAdapter(StructureAdapter):
 
         adapter.extract({"model": model, "optimizer": optimizer, "epoch": 3})
 
-    State dicts and nested dicts and lists of all these are accepted too. Values are named as in the
-    state dict and share the model's memory.
+    State dicts, and nested dicts and lists of all these, are accepted too. Values are named as in
+    the state dict and share the model's memory.
 
-    `original` may be a structure of the same form. `load_state_dict` is called on objects that have
-    it, tensors of equal shape and dtype are filled, and the same objects are returned. Without
-    `original`, modules, optimizers and schedulers are returned as state dicts, on the CPU.
+    `original` may be a structure of the same form. Its objects that have `load_state_dict` are
+    restored by that method, tensors of equal shape and dtype are filled, and the same objects are
+    returned. Without `original`, modules, optimizers and schedulers are returned as state dicts,
+    with tensors on the CPU.
 
     Raises:
-        UnsupportedArrayError: A tensor is quantised, meta or distributed.
+        UnsupportedArrayError: A tensor is quantised, on the meta device or distributed.
         UnsupportedValueError: A value has a type without a registered provider.
     """
 
