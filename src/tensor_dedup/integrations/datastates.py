@@ -244,20 +244,20 @@ class _FileRun(CheckpointStore):
 
 
 class DecoupledStoreEngine:
-    """A checkpoint engine with the interface of DataStates that saves to a store in the background.
+    """A checkpoint engine that has the interface of DataStates, and saves to a store.
 
-    The error of a failed save is raised once, by the next optimizer step, the next `save`, or
-    `wait`. Only one training may save to a run at a time: two would replace each other's steps, and
-    loading such a checkpoint raises an error.
+    Saves run in the background. The error of a failed save is raised once, by the next optimizer
+    step, the next `save` or the next `wait`. Only one training at a time may save to a run, because
+    two would replace each other's steps. Loading a checkpoint with replaced steps raises an error.
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         """Open the store; DeepSpeed makes the engines of all ranks at the same time.
 
         Raises:
-            ConfigError: DeepSpeed's JSON has something else under this key.
+            ConfigError: The entry `datastates_ckpt` in DeepSpeed's JSON is not valid.
             UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
-            BadOptionError, BadNameError, NotAStoreError: A value there is invalid.
+            BadOptionError, BadNameError, NotAStoreError: A value in the entry is invalid.
         """
         if not usable(_SEAM):
             raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
@@ -280,10 +280,10 @@ class DecoupledStoreEngine:
         weakref.finalize(self, hook.remove)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Start saving the state of a checkpoint file.
+        """Start to save `state_dict`, the state that DeepSpeed would write to the file `path`.
 
-        Files other than model and optimizer states are written to `path` as plain files before this
-        returns.
+        Only model and optimizer states are saved to the store. Other states are written to `path`
+        as plain files before the method returns.
 
         Raises:
             StoreError: An earlier save failed, or this state cannot be saved.
@@ -312,10 +312,10 @@ class DecoupledStoreEngine:
         return number
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state that the file at `path` points to, on the CPU.
+        """Return the state to which the pointer file at `path` leads, with tensors on the CPU.
 
-        Waits for the saves of this engine first. A file that is not a pointer file is loaded as
-        DeepSpeed's own.
+        The method first waits for the saves of this engine. A file that is not a pointer file is
+        loaded by DeepSpeed.
 
         Raises:
             UnknownStepError: The step was deleted or lost, or its checkpoint is not complete.
@@ -333,7 +333,7 @@ class DecoupledStoreEngine:
         return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
 
     def wait(self, persist: bool = False) -> None:
-        """Wait until the state may be changed, or until all saves are durable if `persist`.
+        """Wait until the state may be changed; with `persist`, until all saves are durable.
 
         Raises:
             StoreError: A save failed.
@@ -412,14 +412,15 @@ def newest_tag(
 ) -> str | None:
     """Return the tag of the last checkpoint in `folder` that can be loaded now, or None.
 
-    If the steps of the checkpoint that `latest` names are all there, its tag is returned. Otherwise
-    it is the checkpoint with the newest pointer files among those of which every file of every rank
-    is in the store or in its second tier. `store` and `drain` are the values in DeepSpeed's JSON.
-
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
-    Where torch.distributed is initialized, all ranks must call it together and all get the result
-    of rank 0. Opening the runs also starts draining steps that are only in `store`.
+    `store` and `drain` are the values in DeepSpeed's JSON. A checkpoint can be loaded if the steps
+    for all files of all ranks are in the store or in its second tier. If this holds for the
+    checkpoint that `latest` names, its tag is returned. Otherwise, among the checkpoints that can
+    be loaded, the one with the newest pointer files is chosen.
+
+    If torch.distributed is initialized, all ranks must call this function together, and all get the
+    result of rank 0. The call also starts to drain steps that are only in `store`.
 
     Raises:
         NotAStoreError: `store` or `drain` is something other than a store.

@@ -126,7 +126,10 @@ class BackgroundEncoder:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Context manager: while it is active, the encoding pauses, so a save has all processors."""
+        """Context manager: while it is active, the encoding pauses.
+
+        A save then has all processors.
+        """
         with self._state:
             self._saving += 1
         try:
@@ -171,7 +174,7 @@ class BackgroundEncoder:
         return {piece: base for each in self._superseded for piece, base in each.deltas.items()}
 
     def finish(self) -> None:
-        """Wait until all jobs are done and replaced containers are removed, where that is possible."""
+        """Wait until all jobs are done, and replaced containers are removed if that is possible."""
         with self._state, self._hurried():
             if self._superseded:
                 self._start()

@@ -416,8 +416,8 @@ class CheckpointStore:
         """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
         With a second tier, the method first waits while `drain_backlog` steps are undrained, and
-        steps are deleted after the new step is drained. Safe from any thread. The errors are those
-        of `save`.
+        older steps are deleted after the new step is drained. Safe from any thread. The errors are
+        those of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))

@@ -50,22 +50,26 @@ class TakenPartError(NameTakenError):
 
 
 def part_run(run: str, rank: int | str) -> str:
-    """Return the name of the run under which a rank stores its parts."""
+    """Return the name of the run under which `rank` stores its parts of the steps of `run`."""
     return f"{run}/part-{rank}"
 
 
 def order_of(store: LocalStore, run: str) -> StepOrder:
-    """Return the order of saving of a run's steps. Keep it for as long as the run is saved."""
+    """Return an object that gives each step of a run its place in the order of saving.
+
+    Keep the object for as long as the run is saved.
+    """
     return StepOrder(store.handle.objects, run)
 
 
 def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
-    """Commit a step that consists of the parts of all ranks; its files are those of the first part.
+    """Commit a step that consists of the parts of all `ranks`.
 
+    `notes` has the run and the number of the step. The small files are those of the first part.
     `order` is the result of `order_of` for the run.
 
     Raises:
-        NamedTwiceError: Two ranks have saved the same name.
+        NamedTwiceError: Two ranks have saved tensors with the same name.
         UnknownNameError: A part is missing.
         PinnedStepError: The step exists and is pinned.
         NotATrainingError: An imported checkpoint has the step's name.
@@ -101,10 +105,10 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
 
 
 def check_free(store: LocalStore, part: str, step: int) -> None:
-    """Check that saving a part under this run and step replaces nothing of another run.
+    """Check that a part may be saved as the step `step` of the run `part`.
 
     Raises:
-        TakenPartError: Another checkpoint has the name.
+        TakenPartError: This name stands for a checkpoint that is not a part.
     """
     with store.handle.locked():
         try:
@@ -119,7 +123,10 @@ def check_free(store: LocalStore, part: str, step: int) -> None:
 
 
 def forget_parts(store: LocalStore, run: str) -> None:
-    """Delete the names of all parts of a run, of finished and of unfinished steps."""
+    """Delete the names of all parts of a run, for finished and unfinished steps.
+
+    Checkpoints that are not parts are left alone.
+    """
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.handle.locked():
         for name in store.handle.objects.names():

@@ -19,7 +19,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Engine:
-    """A replica of a model: vLLM's engine and its web application, in one Serve actor."""
+    """A replica of a model: a Serve actor with vLLM's engine and vLLM's web application."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
@@ -64,7 +64,7 @@ class Engine:
     async def http(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes
     ) -> AsyncIterator[Any]:
-        """Answer an HTTP request: yield `(status, headers)`, then chunks of the body."""
+        """Answer an HTTP request: yield `(status, headers)` first, and then chunks of the body."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -18,11 +18,13 @@ Models = Mapping[str, Mapping[str, Any] | None] | Sequence[str]
 
 
 class Fleet:
-    """Models of a remote, served by the Ray cluster that this process is connected to.
+    """A fleet: models on a remote that are served by a Ray cluster.
 
-    The specification and the engines belong to the cluster and remain when this process ends. Safe
-    from any thread. Methods raise the errors of the keeper (the actor that manages the fleet), and
-    Ray's errors if the cluster does not answer.
+    The cluster is the one to which this process is connected. The specification and the engines
+    belong to the cluster, and remain when this process ends. Safe from any thread.
+
+    Methods raise the errors of the keeper (the actor that manages the fleet), and Ray's errors if
+    the cluster does not answer.
     """
 
     def __init__(
@@ -86,14 +88,15 @@ class Fleet:
         return f"Fleet({self.name!r}{known})"
 
     def apply(self, *, rebalance: bool = False) -> FleetStatus:
-        """Start and stop engines as this fleet requires; return when all engines answer.
+        """Start and stop engines until they match this fleet; return when all engines answer.
 
-        Running engines stay on their nodes unless `rebalance` is True. Engines that the fleet no
-        longer has are stopped.
+        Running engines stay on their nodes unless `rebalance` is True. Engines of models that are
+        no longer in the fleet are stopped.
 
         Raises:
             DoesNotFitError: The models do not fit on the nodes; nothing was changed.
-            RemoteError: A checkpoint cannot be found.
+            UnknownRemoteNameError: The remote does not have one of the checkpoints.
+            RemoteError: The remote cannot be read.
             FleetError: Engines do not start.
         """
         wanted = self._wanted.encode() if self._wanted is not None else None
@@ -104,7 +107,10 @@ class Fleet:
         return self.status()
 
     def add(self, name: str, **fields: Any) -> FleetStatus:
-        """Serve one more model without moving others; `fields` are those of a model in `Fleet`."""
+        """Add the model `name` to the fleet and serve it, without moving other models.
+
+        `fields` are the fields that a model has in the argument `models` of `Fleet`.
+        """
         model = model_of(name, fields)
         self._ask("add", name, model)
         if self._wanted is not None:
@@ -112,19 +118,25 @@ class Fleet:
         return self.status()
 
     def remove(self, name: str) -> FleetStatus:
-        """Stop serving a model."""
+        """Remove the model `name` from the fleet, and stop its engines.
+
+        Nothing changes if the fleet does not have the model.
+        """
         self._ask("remove", name)
         if self._wanted is not None:
             self._wanted = self._wanted.without(name)
         return self.status()
 
     def status(self) -> FleetStatus:
-        """Return the replicas of each model, the nodes, and any problem."""
+        """Return the status of the fleet: its replicas, its nodes, and the last problem."""
         found: FleetStatus = self._ask("status")
         return found
 
     def shutdown(self) -> None:
-        """Stop the fleet's engines, its HTTP front, and the memory managers it started."""
+        """Stop the fleet's engines, its HTTP front, its keeper, and the managers that it started.
+
+        Memory managers stay on nodes that another fleet uses too.
+        """
         ray = import_ray()
         self._ask("shutdown")
         ray.kill(ray.get_actor(keeper_name(self.name), namespace=NAMESPACE))
@@ -153,8 +165,8 @@ class Fleet:
 def application(args: Mapping[str, Any]) -> Any:
     """Return the Serve application of a fleet, for `import_path` in a Serve configuration file.
 
-    `args` are the arguments of `Fleet`. Deploying the application applies the fleet; the
-    application itself answers the HTTP requests.
+    `args` are the arguments of `Fleet`. When the application is deployed, it applies the fleet. The
+    application then answers the HTTP requests to the fleet.
 
     Raises:
         ConfigError: An argument is unknown or has a wrong value.

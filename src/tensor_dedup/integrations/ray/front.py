@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Front:
-    """The HTTP ingress of a fleet: passes each request to an engine of the model that it names."""
+    """The HTTP front of a fleet, which passes each request to an engine of the requested model."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
@@ -120,8 +120,8 @@ class Front:
 async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
     """Return the body of a Starlette request, or None if it is longer than `limit` bytes.
 
-    A longer body is still read to its end and discarded: a client does not read the answer while it
-    is sending.
+    A longer body is read to its end and discarded, because a client does not read the answer before
+    it has sent the whole request.
     """
     body, length = bytearray(), 0
     async for piece in request.stream():

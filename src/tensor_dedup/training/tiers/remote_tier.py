@@ -417,13 +417,14 @@ def second_tier(
     *,
     lets_go: bool,
 ) -> SecondTier:
-    """Open the second tier of a run.
+    """Open `drain`, the store or remote that is the second tier of a run on the fast tier `fast`.
 
-    `lets_go` says whether drained steps may be deleted from the fast tier.
+    `order` is the order of saving of the run's steps. `lets_go` says whether drained steps may be
+    deleted from the fast tier.
 
     Raises:
-        OtherTierError: It is not the one to which the run was drained before.
-        StoreError: It cannot be opened.
+        OtherTierError: The run was drained to another second tier before.
+        StoreError: The second tier cannot be opened.
     """
     if isinstance(drain, LocalStore):
         return StoreTier(drain, fast, order)

@@ -84,16 +84,23 @@ class TierNotes:
     def check(self) -> None:
         """Check that the second tier is still the one to which the run was drained.
 
-        Another disk may be mounted at its place.
+        It is not if, for example, another disk is mounted at the same path.
 
         Raises:
-            OtherTierError: It is another one.
+            OtherTierError: The second tier is another one.
         """
         if self._note is not None and self._second.identity() != self._note.identity:
             raise other_tier(self._fast, self._run, self._note, self._second.where)
 
     def identify(self) -> None:
-        """Check the second tier or, if nothing was drained yet, determine its identity."""
+        """Check the identity of the second tier.
+
+        If nothing was drained yet, the identity is read from the second tier, or written there.
+
+        Raises:
+            OtherTierError: The second tier is not the one to which the run was drained.
+            StoreIOError: No identity could be written to the second tier.
+        """
         self._note = self._note or self._read_note()
         if self._note is None:
             identity = self._second.identity(make=True)
@@ -107,7 +114,11 @@ class TierNotes:
             self._seen = self._recorded() or SeenPlaces()
 
     def bind(self) -> None:
-        """Write the note of the second tier's identity, before the fast tier deletes steps."""
+        """Write the note of the second tier's identity, so that the run stays bound to that tier.
+
+        Call this method before drained steps are deleted from the fast tier. If they are never
+        deleted, no note is needed, and nothing is written.
+        """
         if not self._noted and self._note is not None and self._lets_go:
             if self._read_note() is None:
                 _publish(self._fast, note_text(self._run, self._note), self._path)
@@ -121,15 +132,20 @@ class TierNotes:
 
     @property
     def drained(self) -> int:
-        """The place up to which every step that is or was on the fast tier has been drained."""
+        """The place up to which all steps of the fast tier were drained.
+
+        Steps that have been deleted from the fast tier since are included.
+        """
         return self._seen.drained
 
     def meet(self, near: Mapping[int, StepPlace], there: TierContent) -> None:
-        """Record the places on the second tier; `near` has those on the fast one, read later.
+        """Record the places that steps have on the second tier, whose content is `there`.
+
+        `near` has the places on the fast tier, which must be read after `there`.
 
         Raises:
-            DivergedTierError: Another fast tier has drained steps that this one has not seen, and
-                this one has undrained steps that would come after them.
+            DivergedTierError: Another fast tier has drained steps that this fast tier has not seen,
+                and this fast tier has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
@@ -157,17 +173,17 @@ class TierNotes:
         self._record()
 
     def sending(self, place: StepPlace) -> None:
-        """Record durably that a step is about to be copied, so that the copy is recognised later.
+        """Record durably that the step at `place` is about to be copied to the second tier.
 
-        The manifest is recorded, not only the place: if the copy fails, another fast tier may use
-        the same place.
+        The copy is then recognised later. The record has the manifest of the step, because another
+        fast tier may use the same place if the copy fails.
         """
         assert place.manifest is not None, "what cannot be read is not copied"
         self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
         self._record()
 
     def copied(self, place: int) -> None:
-        """Record in memory the place that a copied step has on the second tier."""
+        """Record, in memory only, the place that a copied step has on the second tier."""
         self._seen = _with(self._seen, [place])
 
     def note_drained(self, drained: int) -> None:
@@ -205,7 +221,11 @@ class TierNotes:
     # Which state counts
 
     def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the two tiers' states of a step were saved independently of each other."""
+        """Return whether the two tiers have states of a step that were saved independently.
+
+        `near` is the place of the state on the fast tier, and `there` that on the second tier. If
+        either tier has no readable state, the result is False.
+        """
         if near is None or there is None or not (near.readable and there.readable):
             return False
         if near.manifest == there.manifest or near.content == there.content:
@@ -221,19 +241,26 @@ class TierNotes:
         return _has(self._seen, place)
 
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier's state of a step counts: the second tier has none later."""
+        """Return whether the state of a step on the fast tier counts, not the second tier's.
+
+        It counts unless the second tier has a later state, or one that was saved independently.
+        """
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier's state of a step is only there and still has to be kept."""
+        """Return whether the state of a step on the fast tier is not on the second tier yet.
+
+        The fast tier must then keep the state. States that were saved independently are included.
+        """
         return ahead(near, there) or self.diverged(near, there)
 
 
 def next_turn(last: int) -> int:
-    """Return the first place of the next range of places after `last`.
+    """Return the first place of the range of places that follows the range with `last`.
 
-    Places come in ranges of equal size. Another fast tier may have used further places in the range
-    of `last` without draining them.
+    Places are divided into ranges of equal size. A fast tier that continues the steps of another
+    one begins a new range, because the other fast tier may have used further places in the range
+    with `last` without draining these steps.
     """
     return (last // _TURN + 1) * _TURN
 
@@ -262,19 +289,22 @@ def _has(seen: SeenPlaces, place: int) -> bool:
 
 
 def tier_note(fast: LocalStore, run: str) -> TierNote | None:
-    """Return the fast tier's note of the second tier to which it has drained a run, or None."""
+    """Return the note about the second tier to which the fast tier has drained a run.
+
+    Returns None if there is no readable note.
+    """
     with fast.handle.translated():
         text = text_at(fast.handle.objects, note_path(fast, run))
     return None if text is None else note_in(text, run)
 
 
 def note_path(fast: LocalStore, run: str) -> Path:
-    """Return the path of the note about a run's second tier."""
+    """Return the path of the note about a run's second tier, which is on the fast tier."""
     return fast.handle.objects.layout.tiers / file_of(run)
 
 
 def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherTierError:
-    """Return the error about a second tier at `where` that is not the one in the note."""
+    """Return the error about a second tier at `where` that is not the one in `note`."""
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
