@@ -252,7 +252,9 @@ class DecoupledStoreEngine:
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
-        """Open the store; DeepSpeed makes the engines of all ranks at the same time.
+        """Open the store that is named in `deepspeed_config`.
+
+        DeepSpeed creates the engines of all ranks at the same time.
 
         Raises:
             ConfigError: The entry `datastates_ckpt` in DeepSpeed's JSON is not valid.

@@ -95,10 +95,10 @@ class StoreWriter(StorageWriter):
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
     ) -> None:
-        """Take the arguments of `CheckpointStore`.
+        """Prepare to save the run `run_id` into the store in the folder `root`.
 
-        `config` and `weights` let engines load steps that are not sharded. The store is opened, and
-        created if necessary, when the first step is saved.
+        The arguments are those of `CheckpointStore`. With `config` and `weights`, engines can load
+        steps that are not sharded. The store is opened, or created, when the first step is saved.
 
         Raises:
             BadNameError: `run_id` is not a valid name of a run.
@@ -267,7 +267,7 @@ class StoreReader(StorageReader):
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
-        """Open the run.
+        """Open the run `run_id` in the store in the folder `root`.
 
         Raises:
             NotAStoreError: There is no store at `root`.

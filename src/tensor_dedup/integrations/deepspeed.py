@@ -135,10 +135,10 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
-        """Open the store.
+        """Open the store in the folder `store`, to save to runs called `run`/FILE.
 
         Raises:
-            NotAStoreError: There is no store at `store`.
+            NotAStoreError: The folder `store` holds something else than a store.
             BadNameError: `run` is not a valid name of a run.
         """
         super().__init__(config_params)

@@ -60,7 +60,10 @@ class StoreIO(CheckpointIO):
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
-        """Serve one run, and others after `add`; `other` saves and loads plain files."""
+        """Handle the steps of `run`, and of other runs after `add`.
+
+        `other` is the plugin for ordinary files, by default Lightning's own.
+        """
         self._other = other or TorchCheckpointIO()
         self._runs = {run.run_id: run}
         self._asynchronous: set[str] = set()
@@ -174,13 +177,14 @@ class StoreCallback(Callback):
         compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every `every` optimizer steps, or after every epoch.
+        """Save after every `every` optimizer steps, or after every epoch.
 
-        When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
-        until what they change has been copied. Under automatic optimization Lightning computes the
-        gradients in the optimizer's step, so the forward and backward pass wait too; with
-        `accumulate_grad_batches` only those of the last batch do. The error of such a save ends the
-        training at its next step, and the end of the training waits for the last one.
+        With `asynchronous`, the training continues while a step is saved, and the optimizers wait
+        until the tensors that they change have been copied. With automatic optimization, Lightning
+        computes the gradients in the optimizer's step, so the forward and backward passes wait too;
+        with `accumulate_grad_batches`, only those of the last batch wait. If a save fails in the
+        background, its error ends the training at the next step. At the end, the training waits for
+        the last save.
 
         All other arguments are those of `CheckpointStore`.
         """

@@ -83,11 +83,11 @@ class StoreCallback(TrainerCallback):
         compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every `every` steps, or after every epoch.
+        """Save after every `every` steps, or after every epoch.
 
-        When `asynchronous`, the training goes on while a step is saved, and the optimizer waits
-        until what it changes has been copied. The error of such a save ends the training at its
-        next step, and the end of the training waits for the last one.
+        With `asynchronous`, the training continues while a step is saved, and the optimizer waits
+        until the tensors that it changes have been copied. If a save fails in the background, its
+        error ends the training at the next step. At the end, the training waits for the last save.
 
         All other arguments are those of `CheckpointStore`.
         """

@@ -111,9 +111,13 @@ class RemotePieces:
         bases: StoredPieces | None = None,
         wholes: Mapping[ContainerId, memoryview] | None = None,
     ) -> None:
-        """Begin to download; `bases` has what deltas among the pieces are against.
+        """Start to download the pieces.
 
-        `wholes` has containers that are here already, to be fetched only where they are wrong.
+        * `places` maps the digest of each piece to its container and its entry in the table.
+        * `names` maps digests to names of tensors, for messages.
+        * `bases` has the bases of the pieces that are stored as deltas.
+        * `wholes` has the content of containers that were downloaded already. A range of these is
+          downloaded again only if its bytes are wrong.
         """
         self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
         self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))

@@ -179,7 +179,7 @@ class PendingSave:
         Raises:
             StoreError: The save failed; the exception is the error of the save.
             ForkedSaveError: This process was forked after the save had begun.
-            NestedSaveError: This thread is capturing or committing a step of the same
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self.finish()
@@ -198,7 +198,7 @@ class PendingSave:
 
         Raises:
             ForkedSaveError: This process was forked after the save had begun.
-            NestedSaveError: This thread is capturing or committing a step of the same
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         if self._owner != os.getpid():
@@ -216,7 +216,7 @@ class PendingSave:
         """Wait until the model may be changed.
 
         Raises:
-            NestedSaveError: This thread is capturing or committing a step of the same
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self._capturing.check(self.root)

@@ -128,63 +128,82 @@ class CheckpointStore:
         keep_fast: int | None = 1,
         drain_backlog: int = 8,
     ) -> None:
-        """Open the store in the folder `root`, or make one, for the run `run_id`.
+        """Open the run `run_id` in the store `root`, a folder in which a store is made if needed.
 
-        `adapter` takes models apart and puts them together; by default it is chosen by the type of
-        what is saved.
+        `adapter` takes models apart and reassembles them. By default the adapter is chosen by the
+        type of the saved object.
 
-        After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
-        that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
-        or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
-        a rule all do. So they do while no step has the metric of `keep_best`, or all have NaN; the
-        first save without it logs a warning, since its name may be misspelt.
+        **Retention.** Each save deletes the steps that no rule keeps. Without a rule, all steps are
+        kept. Pinned steps and the step just saved are always kept. The rules are:
 
-        `config` (a folder, or texts by path) is kept with each step, so that engines can load
-        `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
-        "optimizer": ...}`, `weights="model"` says which.
+        * `keep_last`: keep this number of steps, those saved last.
+        * `keep_every`: keep steps whose numbers are multiples of this number.
+        * `keep_best=(metric, count, "min" or "max")`: keep the `count` steps with the best values
+          of a metric. While no step has the metric, or all values are NaN, all steps are kept. The
+          first save without the metric logs a warning, because its name may be misspelt.
 
-        New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
-        leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
-        it, and what is not encoded when a program ends without `close` stays as it was saved. With
-        "always" each save encodes everything, with None nothing is encoded. In any case, leaves
-        (2 MiB) that a tensor has in common with a stored one, at the same offset, are not stored
-        again where that saves a tenth.
+        **Files.** `config` (a folder, or a mapping from paths to texts) is stored with each step,
+        so that engines can load `store://RUN@STEP`. If the model is only a part of the saved
+        object, as in `{"model": ..., "optimizer": ...}`, `weights="model"` says which part.
 
-        The first step of a run is stored against the checkpoint of the store called `base`, an
-        import or a step of another run; without one, the nearest is found by comparing samples.
-        Later steps are stored against the one before. Tensors are paired by how their names end.
+        **Encoding.** New tensors are encoded if that saves a tenth of their size. `compress` says
+        when:
 
-        `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
-        machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
-        how many of its saves may be unfinished at once.
+        * "auto": a save encodes only what is quick. A thread encodes the rest while no save runs,
+          and `close` and `gc` wait for that thread. If a program ends without `close`, the
+          remaining tensors stay unencoded.
+        * "always": each save encodes everything.
+        * None: nothing is encoded.
 
-        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store,
-        or a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
-        committed in `root`; a thread then copies to the second tier what that lacks, in the order
-        of saving, and the step appears there when it is durable, the same to the last byte. Steps,
-        metrics and pins are those of both, and a step is loaded from where it is. The rules above
-        go by the second tier and delete from both; of what is drained, `root` keeps the `keep_fast`
-        steps that were saved last (None: all), and what is not drained stays. A copy that fails is
-        tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
-        save waits. The second tier must be there when this is called, since it alone knows which
-        step is the latest; later on it may be away. Only one `root` at a time may drain a run, and
-        to one second tier: `root` notes which it is, unless `keep_fast` is None.
+        In all cases, leaves (2 MiB) that a tensor shares with a stored tensor at the same offset
+        are not stored again if that saves a tenth.
+
+        The first step of a run is stored as differences from the checkpoint `base` of the store,
+        which may be an import or a step of another run. Without `base`, the most similar checkpoint
+        is found by comparing samples. Later steps are stored as differences from the step before.
+        Tensors are paired by the ends of their names.
+
+        **Background saves.** `pool_bytes` limits the memory for the copies that `save_async` makes,
+        by default to a quarter of the machine's memory. It may also be a HostPool, whose limit
+        several objects share. `in_flight` is the number of background saves that may be unfinished
+        at the same time.
+
+        **Second tier.** With `drain`, `root` is a fast tier and `drain` a slower and lasting second
+        tier: the folder of a store, a remote, or the URL of a remote (`s3://`, `gs://`, `az://`,
+        `file://`). A step is saved when it is committed in `root`. A thread then drains it, that
+        is, copies the missing data to the second tier, in the order of saving. The step appears
+        there when it is durable, with exactly the same content.
+
+        * Steps, metrics and pins are those on both tiers, and a step is loaded from the tier that
+          has it.
+        * The retention rules apply to the steps on the second tier, and delete from both tiers.
+        * `root` keeps the steps that are not drained yet and, of the drained steps, the `keep_fast`
+          steps that were saved last, or all if `keep_fast` is None.
+        * A copy that fails is tried again after half a second to a minute. While `drain_backlog`
+          steps are undrained, a save waits.
+        * The second tier must be reachable during this call, because only the second tier knows
+          which step is the latest. Afterwards it may be unreachable for a time.
+        * Only one `root` at a time may drain a run, and only to one second tier. `root` records
+          that tier, unless `keep_fast` is None.
 
         Raises:
             BadNameError: The run's name is invalid.
-            BadOptionError: An option is invalid, or one is given that needs `drain`, or the run is
-                called as a step of another run would be; `kind` says which.
-            NotAStoreError: `root` or `drain` holds something else.
-            UnknownNameError: The run has no step, and there is no checkpoint `base`.
-            OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
-                was drained to.
-            DivergedTierError: Another `root` has drained to it, without what this one has not yet.
-            StoreIOError, StoreAccessError: The second store cannot be read.
-            RemoteUrlError: A URL names no remote.
-            RemoteUnreachableError: The remote does not answer.
-            RemoteAccessError, ReadOnlyRemoteError: It refuses, or cannot be written to.
-            NotARemoteError: It holds something else.
-            NoConditionsError: Its server knows no conditional writes, so steps could be lost.
+            BadOptionError: An option is invalid or needs `drain`, or the name of the run has the
+                form of a step's name; `kind` says which.
+            NotAStoreError: `root` or `drain` holds something else than a store.
+            UnknownNameError: The run has no step, and the store has no checkpoint `base`.
+            OtherTierError: The run was drained to another second tier before, or `drain` is empty,
+                for example because its disk is not mounted.
+            DivergedTierError: The second tier has steps of another `root`, saved without knowledge
+                of steps in this `root` that are still to be drained.
+            StoreIOError, StoreAccessError: The store at `drain` cannot be read.
+            RemoteUrlError: `drain` is a URL that does not name a remote.
+            RemoteUnreachableError: The remote at `drain` does not answer.
+            RemoteAccessError, ReadOnlyRemoteError: The remote at `drain` refuses the credentials,
+                or cannot be written to.
+            NotARemoteError: The place at `drain` holds something else than a remote.
+            NoConditionsError: The server at `drain` ignores conditions of writes, so steps could be
+                lost.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         _check_kinds(run_id, config, weights, drain)

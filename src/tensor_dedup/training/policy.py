@@ -182,7 +182,7 @@ class Deltas:
     """
 
     def __init__(self) -> None:
-        """Begin without decisions."""
+        """Create the object without any decisions."""
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}

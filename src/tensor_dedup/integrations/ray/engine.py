@@ -25,9 +25,10 @@ class Engine:
     async def __init__(  # type: ignore[misc]
         self, model: str, remote: str, options: dict[str, Any]
     ) -> None:
-        """Have the node pull the checkpoint, and load it from there beside the node's manager.
+        """Make the node's actor pull the checkpoint `model` from `remote`, and load it in vLLM.
 
-        `options` are vLLM's engine arguments.
+        The engine shares weights through the node's memory manager. `options` are vLLM's engine
+        arguments.
         """
         ray = import_ray()
         node = actor_name(ray.get_runtime_context().get_node_id())

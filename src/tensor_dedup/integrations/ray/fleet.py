@@ -43,18 +43,31 @@ class Fleet:
         starting: int = 4,
         route: str | None = "/",
     ) -> None:
-        """Describe a fleet; nothing is started yet.
+        """Describe the fleet `name`; nothing is started yet.
 
-        `models` are names of checkpoints in the `remote`, or fields by name: `replicas`, `room`
-        (bytes or a text like "4GiB" beside the weights, for the KV cache and activations), `host`,
-        and `engine`, vLLM's arguments for this model beside those for all. `memory` is what a node
-        has for weights and engines, by default Ray's resource `memory`; give a GPU's. `store` and
-        `socket` are those of each node, with `{node}` for its identity where nodes share a
-        machine; `budget` is its memory manager's, by default what the plan counts. An engine takes
-        `cpus` and `gpus` of Ray's, `starting` of them start at once. Serve answers at `route`, or
-        not at all with None.
+        Without `remote` and `models`, the object is the existing fleet of this name. Sizes are in
+        bytes, or texts such as "4GiB".
 
-        Without `remote` and `models` this is the fleet of that name as it is.
+        * `remote` is the URL of the remote, and `models` has the names of checkpoints on it.
+          Instead of a list of names, `models` may map each name to fields:
+
+            * `replicas`, the number of engines;
+            * `room`, the memory that an engine takes in addition to the weights, for the KV cache
+              and activations;
+            * `host`, the machine memory that an engine takes if `room` is on a GPU;
+            * `engine`, vLLM's arguments for this model, in addition to those for all models.
+
+        * `engine` has vLLM's arguments for all models.
+        * `memory` is the memory that a node has for weights and engines, by default Ray's resource
+          `memory`. If engines run on GPUs, give the memory of a GPU.
+        * `store` is the path of each node's store, and `socket` that of its memory manager's
+          socket. If nodes share a machine, put `{node}` into the paths, which is replaced by the
+          node's id.
+        * `budget` is the budget of each node's memory manager. By default it is the memory that the
+          plan counts for the node.
+        * `cpus` and `gpus` are the amounts of Ray's resources that an engine takes, and at most
+          `starting` engines start at the same time.
+        * `route` is the path at which Serve answers HTTP requests. With None, it does not answer.
 
         Raises:
             ConfigError: A field is unknown or has a wrong value.

@@ -32,7 +32,11 @@ class Front:
     async def __init__(  # type: ignore[misc]
         self, fleet: str, wanted: bytes | None = None
     ) -> None:
-        """Serve a fleet; with `wanted`, its specification, have the keeper apply that first."""
+        """Serve the fleet `fleet`.
+
+        If the encoded specification `wanted` is given, it is first passed to the keeper
+        (`Keeper.declare`).
+        """
         self._fleet = fleet
         self._running: dict[str, list[str]] = {}
         self._turn = 0
@@ -57,7 +61,7 @@ class Front:
         self._running = {model: sorted(names) for model, names in found.items()}
 
     async def __call__(self, request: Any) -> Any:
-        """Answer a request of Starlette's."""
+        """Answer `request`, a Starlette request."""
         from starlette.responses import JSONResponse
 
         if request.url.path == "/v1/models" and request.method == "GET":

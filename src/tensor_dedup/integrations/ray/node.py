@@ -90,7 +90,7 @@ class NodeActor:
         return NodeReport(*where, resident, dict(self._pulled))
 
     def close(self) -> None:
-        """Stop the memory manager if this actor, or an earlier actor of the node, has started it."""
+        """Stop the memory manager if this or an earlier actor of the node has started it."""
         self._ended.set()
         with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
             if str(admin.totals().pid).encode() == recall(self._started):

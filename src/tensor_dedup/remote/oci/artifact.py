@@ -500,7 +500,7 @@ class Artifact:
     """An artifact in a registry, opened for a pull. Any program may have made the artifact."""
 
     def __init__(self, registry: RegistryRepository) -> None:
-        """Read its manifest.
+        """Read the manifest of the artifact that `registry` names.
 
         Raises:
             NotARemoteError: There is no artifact of this name.

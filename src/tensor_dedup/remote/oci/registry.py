@@ -89,10 +89,10 @@ class BlobContent(Protocol):
     """
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of bytes."""
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over them, in chunks."""
+        """Iterate over the bytes, in chunks."""
 
 
 class _Slices:
@@ -298,7 +298,7 @@ class RegistryRepository:
     """
 
     def __init__(self, name: ArtifactName) -> None:
-        """Open a repository; nothing is asked yet.
+        """Open the repository of the artifact `name`; no request is sent yet.
 
         Raises:
             NotInstalledError: The package oras, of the extra `oci`, is not installed.
@@ -343,7 +343,7 @@ class RegistryRepository:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connections."""
+        """Close the connections to the registry."""
         self._client.session.close()
 
     def at(self, reference: str) -> str:
@@ -387,7 +387,7 @@ class RegistryRepository:
         """The path of a blob. A manifest names it, and must not lead to another path of the host.
 
         Raises:
-            DamagedRemoteError: This is no digest.
+            DamagedRemoteError: The text is not a digest.
         """
         if not is_digest(digest):
             raise DamagedRemoteError.at(self.name.url, f"{digest[:80]!r} is no digest of SHA-256")

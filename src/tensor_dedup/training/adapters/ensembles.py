@@ -130,10 +130,11 @@ class GrowingAdapter(StructureAdapter):
     def __init__(self, *, append_only: bool = False) -> None:
         """With `append_only`, do not read saved trees again while the same object grows.
 
-        The adapter keeps them in memory; use one for each run. Do not use it if trees are changed,
-        pruned or reweighted afterwards (DART, refitting): the old trees would be saved. Every save
-        checks that there are no fewer trees, and that the last known one is unchanged; otherwise it
-        logs a warning and reads all of them.
+        The adapter then keeps the saved trees in memory, so use a separate adapter for each run. Do
+        not use the option if trees are changed, pruned or reweighted after they were added (as by
+        DART and refitting), because the old trees would be saved. Every save checks that there are
+        at least as many trees as before, and that the last known tree is unchanged. Otherwise the
+        save logs a warning and reads all trees.
         """
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()

@@ -264,7 +264,7 @@ def as_tensor(held: "Value") -> Any:
     any other value is copied.
 
     Raises:
-        DamagedStateError: Torch lacks the dtype, or the number of bytes does not match the shape.
+        DamagedStateError: PyTorch lacks the dtype, or the number of bytes does not match the shape.
     """
     import torch
 
@@ -291,7 +291,7 @@ def as_array(name: str, held: "Value") -> Any:
     A writable array is returned unchanged, and any other value is copied.
 
     Raises:
-        DamagedStateError: Numpy lacks the dtype, or the number of bytes does not match the shape.
+        DamagedStateError: NumPy lacks the dtype, or the number of bytes does not match the shape.
     """
     if is_array(held):
         array: Any = held

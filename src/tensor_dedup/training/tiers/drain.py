@@ -114,14 +114,19 @@ class Drain:
         keep_fast: int | None,
         backlog: int,
     ) -> None:
-        """Read the second tier, and start draining what is on the fast one only.
+        """Read the second tier, and start to drain the steps that are on the fast tier only.
 
-        `order` is that of the run on the fast tier. `wait_for_encoding` waits until a step takes
-        the space that it will take, or a function says that this was long enough.
+        * `order` is the order of saving of the run on the fast tier.
+        * `retention` has the rules by which steps are deleted.
+        * `wait_for_encoding(step, enough)` waits until a step is encoded, or until `enough` returns
+          True.
+        * `keep_fast` and `backlog` are the arguments `keep_fast` and `drain_backlog` of
+          `CheckpointStore`.
 
         Raises:
-            OtherTierError: The second tier is not the one that the fast one has drained the run to.
-            DivergedTierError: It has gone on without steps that are still to be drained.
+            OtherTierError: The run was drained to another second tier before.
+            DivergedTierError: The second tier has later steps of another fast tier, saved without
+                knowledge of steps that are still to be drained.
             StoreError: A tier cannot be read.
         """
         with fast.handle.translated():

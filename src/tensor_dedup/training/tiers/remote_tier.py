@@ -111,12 +111,15 @@ class RemoteTier:
     def __init__(
         self, remote: Remote, fast: LocalStore, order: StepOrder, note: TierNote | None = None
     ) -> None:
-        """See that the remote can be written to, and make one where nothing is.
+        """Check that the remote can be written to, or make a remote if the place is empty.
+
+        `note` is the fast tier's note about the second tier to which the run was drained, or None.
 
         Raises:
-            OtherTierError: The run was drained, as the `note` says, and nothing is there now.
-            NoConditionsError: The server could lose names.
-            RemoteError: It cannot be reached or written to, or is something else.
+            OtherTierError: The run was drained according to `note`, but the place is empty now.
+            NoConditionsError: The server ignores conditions of writes, so names could be lost.
+            RemoteError: The remote cannot be reached or written to, or the place holds something
+                else.
         """
         self._bucket, self._fast, self._run = remote.bucket, fast, order.run
         self.where = remote.url

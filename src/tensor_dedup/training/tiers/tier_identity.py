@@ -62,10 +62,12 @@ class TierNotes:
     """The notes of one fast tier about the second tier of its run. Safe from any thread."""
 
     def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
-        """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
+        """Read the notes of the fast tier `fast` about the run `run`.
+
+        `lets_go` says whether drained steps may be deleted from the fast tier.
 
         Raises:
-            OtherTierError: The second tier is not the one that the fast one has drained the run to.
+            OtherTierError: The run was drained to another second tier before.
         """
         self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
         self._note, self._noted = self._read_note(), False
