@@ -5,23 +5,27 @@
 For this key DeepSpeed imports a module `datastates`, which the separate distribution in
 packaging/datastates provides.
 
-The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They mean the same as in
-`CheckpointStore`, with two exceptions: `pool_bytes` limits all copies that a rank holds, and
-`keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones are
-deleted with their pointer files and with folders that contain nothing else. With `drain`, each rank
-deletes its own files, at its next save or at its end.
+The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They have the same
+meaning as in `CheckpointStore`, with two exceptions:
+
+* `pool_bytes` limits all copies that a rank holds.
+* `keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones
+  are deleted, with their pointer files and with folders that contain nothing else. With `drain`,
+  each rank deletes its own files, at its next save or at its end.
 
 `save_checkpoint` returns before anything is written. The next optimizer step waits until the state
 that it changes has been copied. Each file of a checkpoint is saved as a step in the store. When the
-step is durable, a small pointer file that names it is written in place of DeepSpeed's file. When
-all files of a checkpoint are durable, `latest` names it. So `load_checkpoint` without a tag finds
-the last checkpoint that is complete on all ranks, whenever a rank was killed, as long as each
-checkpoint has its own tag. Saving under an existing tag replaces its pointers one by one: if a save
-fails or a rank is killed, the tag cannot be loaded until all of its files are saved again.
+step is durable, a small pointer file that names the step is written in place of DeepSpeed's file.
+When all files of a checkpoint are durable, the file `latest` is set to the tag of the checkpoint.
+
+If each checkpoint has its own tag, `load_checkpoint` without a tag always finds the last checkpoint
+that is complete on all ranks, even if a rank was killed during a save. Saving under an existing tag
+replaces the pointers one by one. If a save then fails or a rank is killed, the tag cannot be loaded
+until all of its files are saved again.
 
 A checkpoint is complete when it is on the fast tier. If that tier is lost before `drain` has copied
-the checkpoint, `latest` names steps that no longer exist. Loading then fails with a message that
-names a tag that can be loaded; a program that restarts by itself can call `newest_tag`.
+the checkpoint, `latest` names steps that no longer exist. A load then fails, and the error message
+names a tag that can be loaded. A program that restarts automatically can call `newest_tag`.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...

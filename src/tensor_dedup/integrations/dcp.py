@@ -10,9 +10,9 @@
 The writer also works with `dcp.async_save`. Keep one writer for a whole run: it remembers the last
 step, which makes saving the next one faster.
 
-Every rank stores the tensors of its shards that the store does not have, and the coordinator merges
-the parts into one step (`tensor_dedup.training.sharded`). DCP's own metadata is stored in that step
-as JSON, not as a pickle.
+Every rank stores those tensors of its shards that the store does not have, and the coordinator
+merges the parts into one step (`tensor_dedup.training.sharded`). The step also has DCP's own
+metadata, as JSON and not as a pickle.
 """
 
 import json

@@ -9,9 +9,10 @@
 DeepSpeed's files; `load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
 To save in the background, and without `enable`, see `tensor_dedup.integrations.datastates`.
 
-All checkpoint files of one name, in whatever folder, belong to one run of the store. Its steps are
-numbered in the order in which they are saved, whatever DeepSpeed's tags are, so equal tags in
-different folders do not collide. The pointer file says which step it stands for.
+All checkpoint files with the same name belong to one run in the store, even if they are in
+different folders. The steps of the run are numbered in the order in which they are saved. The
+numbers do not depend on DeepSpeed's tags, so equal tags in different folders do not collide. Each
+pointer file names its step.
 """
 
 import importlib

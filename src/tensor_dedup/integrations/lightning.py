@@ -6,9 +6,9 @@
     trainer = Trainer(callbacks=[callback])
     trainer.fit(model, ckpt_path="store://run-001@200")
 
-`StoreCallback` decides when to save, Lightning decides what a checkpoint holds, and `StoreIO`
-decides where it goes. Both `lightning` and `pytorch_lightning` are supported, whichever the program
-has imported.
+`StoreCallback` determines when to save, Lightning determines the content of a checkpoint, and
+`StoreIO` determines where to save it. The packages `lightning` and `pytorch_lightning` are both
+supported; the one that the program has imported is used.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Save every step or epoch of Transformers' Trainer into a store.
+"""Save steps or epochs of Transformers' Trainer into a store.
 
     from tensor_dedup.integrations.trainer import StoreCallback
 

@@ -1,8 +1,8 @@
 """Buckets: objects under keys, in a folder, in object storage or behind a plain web server.
 
-No other module of the store talks to object storage. Credentials come from the environment alone,
-as obstore reads them. A URL that contains one is refused, and credentials are removed from every
-text of a server that is passed on.
+All requests to object storage are made in this module. obstore reads credentials from the
+environment, and they have no other source. A URL that contains a credential is refused, and
+credentials are removed from texts of servers before these appear in a message.
 """
 
 import errno

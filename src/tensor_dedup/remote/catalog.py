@@ -1,19 +1,21 @@
 """The catalog of a remote: which container holds which piece.
 
 A piece is a tensor, a header or a small file, named by its digest. A container is an immutable
-object of pieces and a table of them; a copy of the table is an object of its own. A piece may be
-stored as a delta: a difference from another piece, its base.
+object with pieces and a table of these pieces; a copy of the table is a separate object. A piece
+may be stored as a delta, that is, as a difference from another piece, its base.
 
 The catalog consists of immutable segments, which list containers with prefixes of the digests of
 their pieces. Offsets, encodings and bases are only in the tables. One small object, the head, names
-the current segments and the trash: the list of unused objects that a gc has condemned, which are
-deleted later. Every push and every gc replaces the head by a conditional write, so each sees the
-decisions of the others (`commit`). Everything but the trash can be rebuilt from the tables.
+the current segments and the trash. The trash lists unused objects that a gc has condemned, so that
+a later gc deletes them. Every push and every gc replaces the head by a conditional write, and so
+learns of the changes that others have made (`commit`). Everything but the trash can be rebuilt from
+the tables.
 
-Prefixes of 16 bytes prove that a container holds a piece, and a push relies on them. Where the
-catalog has many pieces, large containers have prefixes of 3 or 4 bytes to save space. These only
-say that a container may hold a piece; its table decides (`confirm`). Beside each manifest lies a
-list of the containers that it needs (`holders`), so that a pull need not read the whole catalog.
+A prefix of 16 bytes proves that a container holds a piece, and a push relies on it. If the catalog
+has many pieces, prefixes for large containers are cut to 3 or 4 bytes to save space. A short prefix
+only says that a container may hold a piece, and the table of the container has to be read to be
+certain (`confirm`). A pull need not read the whole catalog, because each manifest has a list of the
+containers that it needs (`holders`).
 """
 
 import random

@@ -1,7 +1,8 @@
 """Check that a server supports conditional writes, without which two pushes could lose a name.
 
-The first push to a remote runs the full check. Each later push repeats the cheapest part, since a
-remote may have been copied to another server. A remote is marked by an object `FORMAT`, its marker.
+The first push to a remote runs the full check. Each later push repeats the cheapest part, because
+the remote may have been copied to another server. The object `FORMAT`, called the marker, marks a
+bucket as a remote.
 """
 
 import secrets

@@ -1,6 +1,6 @@
 """Check the environment variables that obstore reads, and remove secrets from texts. No I/O.
 
-obstore panics on some invalid values without saying which variable is wrong.
+The check is needed because obstore panics on some invalid values, without naming the variable.
 """
 
 import os

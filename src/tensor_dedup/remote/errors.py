@@ -1,4 +1,4 @@
-"""The errors of remotes. Each names the object by its URL, and none contains a credential.
+"""The errors about remotes. Their messages name objects by URLs, and contain no credentials.
 
 RemoteError
   - caused by use: RemoteUrlError, NotARemoteError, NoBucketError,

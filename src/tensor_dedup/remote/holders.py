@@ -1,9 +1,9 @@
-"""Holders: a list, for one checkpoint of a remote, of the containers that hold its pieces.
+"""Lists of holders: for each manifest on a remote, the containers that hold its pieces.
 
-The list is a cache that lies beside the manifest, in the form of a catalog segment. Only a pull
-uses it. Since a pull reads the tables of the listed containers anyway, a digest prefix that two
-pieces share costs it at most one more table, so the prefixes here may be shorter than those that a
-push relies on.
+A list of holders is a cache for pulls, in the form of a catalog segment. A pull reads the tables of
+the listed containers in any case. So if two pieces share a digest prefix, the pull reads at most
+one table too many. The prefixes in the list may therefore be shorter than those on which a push
+relies.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The inventory of a remote: its objects, and which of them its references lead to."""
+"""The inventory of a remote: its objects, and the pieces that its references lead to."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace

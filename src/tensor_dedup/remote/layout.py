@@ -1,6 +1,7 @@
 """The layout of a remote: the keys of its objects, and the texts of references. No I/O.
 
-A remote has the files of a store except its index, as objects. FORMAT.md specifies the layout.
+A remote has the same files as a store, except for the index, and each file is an object. FORMAT.md
+specifies the layout.
 """
 
 import re

@@ -1,8 +1,9 @@
 """The containers that a push sends, planned from the pieces that the remote lacks.
 
-A piece is sent in its encoded form (compressed, or as a delta from a base) if that is smaller and
-its base is on the remote or is sent too; otherwise it is sent as it is. The parts of a piece, which
-are single leaves stored as pieces, are sent along if the remote lacks them.
+A piece is sent in an encoded form (compressed, or as a delta from a base) if the store has a form
+that is smaller, and if the base is on the remote or is sent too. Otherwise the piece is sent
+unencoded. A piece may refer to parts, which are single leaves that are stored as pieces. Parts that
+the remote lacks are sent too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

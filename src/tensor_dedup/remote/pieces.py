@@ -1,7 +1,7 @@
-"""Read pieces of a remote, downloaded in long ranges ahead of the reader.
+"""Read pieces from a remote, which are downloaded in long ranges ahead of the reader.
 
-Bytes from the server are never trusted. Those that `RemotePieces` decodes are compared with their
-leaf digests; those that it returns as stored have to be verified by the caller.
+Bytes from the server are never trusted. `RemotePieces` compares the bytes that it decodes with
+their leaf digests. If it returns bytes as they are stored, the caller has to verify them.
 """
 
 import threading

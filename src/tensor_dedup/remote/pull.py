@@ -1,11 +1,17 @@
 """Pull a checkpoint from a remote: only pieces that the store lacks are transferred.
 
-A pull reads the reference, the manifest and its pages, and finds out which pieces the store lacks.
-It finds their containers in the manifest's list of holders or, if that is not usable, in the
-catalog. It reads the tables of these containers, downloads ranges of them, and commits as an import
-does. Every manifest, page and table is compared with its digest, and every leaf with its own,
-before anything refers to it, so a remote cannot put wrong bytes into a store. Pieces that an
-interrupted pull has completed are found by the next one.
+A pull takes these steps:
+
+1. Read the reference, the manifest and the manifest's pages, and determine the pieces that the
+   store lacks.
+2. Find the containers with these pieces in the manifest's list of holders or, if that list cannot
+   be used, in the catalog.
+3. Read the tables of these containers, and download ranges of the containers.
+4. Commit the checkpoint in the same way as an import.
+
+A remote cannot put wrong bytes into a store, because every manifest, page, table and leaf is
+compared with its digest before the store refers to it. Pieces that an interrupted pull has received
+completely are found by the next pull.
 """
 
 import time

@@ -1,9 +1,16 @@
 """Push checkpoints to a remote: only pieces that the remote lacks are transferred.
 
-The order is that of a commit on disk: containers and their tables, pages and manifests, a check
-that the objects the push relies on exist, the catalog, and last the references. So a name never
-appears before its pieces. An interrupted push leaves objects that nothing refers to. The next
-attempt finds these containers again, because their names depend on their content alone.
+A name must not appear before its pieces, so a push takes these steps in the order of a commit on
+disk:
+
+1. Write containers and their tables.
+2. Write manifests and manifest pages.
+3. Check that the objects on which the push relies exist.
+4. Write the catalog.
+5. Write the references.
+
+An interrupted push leaves objects to which nothing refers. The next attempt finds these containers
+again, because their names depend on their content alone.
 """
 
 import time

@@ -1,9 +1,9 @@
-"""Find what a push need not check or send because a related checkpoint is on the remote.
+"""Find objects that a push need not send, because a related checkpoint is on the remote.
 
-A fine-tune shares most pages of its manifest, and most pieces, with its base. While a reference on
-the remote leads to the base, no gc deletes these within the lease. They may still have been lost,
-for example when the remote was copied incompletely, so a push checks that they exist, but does not
-read them.
+A fine-tune shares most manifest pages and most pieces with its base. While a reference on the
+remote leads to the base, no gc deletes these objects within the lease. The objects may still have
+been lost, for example if the remote was copied incompletely. So a push checks that they exist, but
+does not read them.
 """
 
 import math

@@ -1,17 +1,19 @@
 """Garbage collection (gc) of a remote: delete objects that nothing refers to.
 
-Deletion takes two runs. The first condemns objects that no reference leads to and that are older
-than the lease, a period longer than any push takes: it removes them from the catalog and notes the
-time. A later run deletes objects that have been condemned for the lease and that, according to the
-references at that time, are still unused. A push that relied on such an object has ended by then,
-or has taken it off the list of condemned objects. Both replace the head of the catalog by
-conditional writes, so each notices the other. A run that loses such a race starts again, and reads
-the lists, the references and only new objects.
+An object is deleted by two runs. The first run condemns objects to which no reference leads and
+that are older than the lease, a period longer than any push takes. It removes these objects from
+the catalog, and notes the time. A later run deletes objects that have been condemned for the lease,
+if the references at that time still do not lead to them. By then, a push that relied on a condemned
+object has ended, or has taken the object off the list of condemned objects.
 
-Concurrent runs may delete the same objects. The list has an entry for each run that is deleting an
-object, with a time, so that a push avoids the object until all of them have ended. A run that was
-killed cannot remove its entries; a later one removes them when the time is so long ago that the
-killed run cannot be deleting any more.
+A push and a gc both replace the head of the catalog by conditional writes, so each notices the
+other. A gc that loses the race starts again. It then reads the lists, the references and new
+objects, but not the objects that it has already read.
+
+Concurrent runs may delete the same object. The list of objects that are being deleted has an entry
+for each of these runs, with a time, and a push avoids the object until all of the runs have ended.
+A run that was killed cannot remove its entries. A later run removes them when the time is so long
+ago that the killed run cannot be deleting any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence

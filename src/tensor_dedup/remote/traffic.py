@@ -1,4 +1,4 @@
-"""Count the bytes and requests of a bucket, from any thread."""
+"""Count the bytes and requests of a bucket."""
 
 import threading
 

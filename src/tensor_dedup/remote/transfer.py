@@ -1,4 +1,4 @@
-"""Push from a store and pull into it; the URL names a remote, an OCI artifact or another store."""
+"""Push from a store and pull into a store, for remotes, OCI artifacts and other stores."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence

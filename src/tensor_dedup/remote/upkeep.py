@@ -1,4 +1,4 @@
-"""List, measure and verify the checkpoints of a remote, and delete names."""
+"""List, measure and verify the checkpoints on a remote, and delete their names."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress

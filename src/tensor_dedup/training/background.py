@@ -1,20 +1,23 @@
 """Save in the background: the training thread waits at most until a step has been captured.
 
-To capture a step is to hash or copy its tensors before the training changes them (`capture`).
+A step is captured when each of its tensors was hashed or copied before the training changes it
+(`capture`).
 
-    save_async     waits until fewer than the allowed saves run, takes the model apart, copies small
-                   tensors and those whose changes would go unnoticed, and starts capturing the
-                   others; without a hooked optimizer it also waits until these are captured
+    save_async     waits until fewer than the allowed number of saves run, takes the model apart,
+                   copies small tensors and those whose changes would go unnoticed, and starts to
+                   capture the others; without a hooked optimizer it also waits until all are
+                   captured
     before_update  waits until all tensors are captured
     save thread    captures the remaining tensors, hashes, encodes, writes and commits, and ends;
-                   if there is much to capture, helper threads do that while it writes
+                   if there is much to capture, helper threads capture while the save thread writes
 
-Steps are committed in the order in which they were saved. An error of a save is raised by the next
-call. The thread is not a daemon, so a program exits only when its steps are durable. No thread
-waits for work between saves, so nothing has to be shut down at exit, and a fork loses nothing.
+Steps are committed in the order in which they were saved. If a save fails, the next call raises its
+error. The save thread is not a daemon, so a program exits only when its steps are durable. No
+thread waits for work between saves, so nothing has to be shut down at exit, and a fork loses
+nothing.
 
 Python switches threads every 5 ms, so a thread that starts while the training thread is busy delays
-it by up to that time. The thread of a save is therefore started first, and waits for its work.
+the training by up to 5 ms. The save thread is therefore started first, and waits for its work.
 """
 
 import logging

@@ -1,18 +1,20 @@
 """Encode tensors after a save, so that they take less space a moment later.
 
-A save with much to store writes tensors unencoded. A thread then reads that container again, stores
-the tensors that become smaller in a second container and all others in a third, and removes the
-first. No name has to change, because manifests name digests and not containers. A process that is
-reading the container has it open and can go on.
+A save with much to store writes tensors unencoded to a container. A thread then reads the container
+again, stores the tensors that become smaller in a second container and all others in a third, and
+removes the first container. No name has to change, because manifests name digests and not
+containers. A process that is reading the first container can continue, because it has the file
+open.
 
-The new containers are durable under their names before the old one is removed. Removing it takes
-the store's exclusive lock, as a gc does, and only happens if the tables on disk show every piece in
-another container that is complete and readable; the index is not used for this. After a crash in
-between, the pieces are stored twice; the next gc keeps the original container and deletes the
-encoded ones.
+The new containers are durable under their names before the old container is removed. For the
+removal, the thread holds the store's exclusive lock, as a gc does. It removes the old container
+only if the tables on disk show each of its pieces in another container that is complete and
+readable; the index is not trusted for this check. After a crash before the removal, the pieces are
+stored twice, and the next gc keeps the old container and deletes the new ones.
 
-The thread pauses while a save runs and begins when none has run for a moment. It ends when nothing
-is left to encode. If the program ends without `close`, the remaining tensors stay unencoded.
+The thread pauses while a save runs, and continues when no save has run for a moment. It ends when
+nothing is left to encode. If the program ends without `close`, the remaining tensors stay
+unencoded.
 """
 
 import logging

@@ -1,26 +1,28 @@
 """Capture a step: tensors that may change are copied, unless the store already has their content.
 
     capture = StepCapture(chunks, context)  in the training thread: copies small pieces
-    capture.guard()                         copies large ones whose writes torch does not count
-    capture.work()                          captures the other large ones, in any number of threads
-    capture.hold()                          returns when the model may change
-    capture.arriving()                      in the background: large pieces, as they are captured
-    capture.snapshot(...)                   also in the background: the whole step
+    capture.guard()                         copies large pieces whose writes torch does not count
+    capture.work()                          captures other large pieces, in any number of threads
+    capture.hold()                          returns when the model may be changed
+    capture.arriving()                      in the background: yields large pieces when captured
+    capture.snapshot(...)                   in the background: returns the whole step
 
-Chunks are processed in their provider's order, each before the next is made. Small tensors are
-packed into a block together; those on a device are copied there asynchronously. Frozen chunks are
-not copied; those with `make` are made in the background.
+Chunks are processed in their provider's order, and each chunk before the next one is made. Small
+tensors are copied into a common buffer, and those on a device are copied there asynchronously.
+Frozen chunks are not copied. Chunks with `make` are made in the background if they are frozen.
 
-A large tensor in host memory is handled in one of two ways. If it had not changed at the previous
-save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
-Otherwise it is copied at once and hashed in the background. The history only decides which is tried
-first; the content decides whether the tensor is stored. A tensor that is not in C order is
-rearranged while it is copied or, if it is not copied, while it is read.
+A large tensor in host memory is handled in one of two ways. If the tensor had not changed at the
+previous save, it is hashed in place, and is copied only if the store does not have these bytes.
+Otherwise it is copied at once, and hashed in the background. The history of the tensor only decides
+whether hashing or copying is tried first; the content decides whether the tensor is stored. A
+tensor that is not in C order is rearranged while it is copied or, if it is not copied, while it is
+read.
 
-Copies go into a pool of bounded size that is reused from step to step, because writing to fresh
+Copies are made in a pool of limited size that is reused from step to step, because writing to fresh
 memory takes three times as long as writing to memory that held the previous step. Copies from a
-device run on a stream of their own while the device goes on computing. The device waits for them,
-not the host: the optimizer's kernels start when the copies are done, and Python continues at once.
+device run on a separate stream while the device continues to compute. The device and not the host
+waits for these copies: the optimizer's kernels start when the copies are complete, and Python
+continues at once.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol

@@ -1,8 +1,8 @@
 """The errors of saving and loading the steps of a run, and of converting models to state.
 
 StoreError
-  - caused by use: NamedTwiceError       two tensors have one name, or a file a tensor's place
-                   ForkedSaveError       a save of another process is waited for
+  - caused by use: NamedTwiceError       two parts of a step have the same name
+                   ForkedSaveError       a forked child waits for a save of its parent
                    NestedSaveError       a signal handler saves in the middle of a save
   - environment:   BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
@@ -10,16 +10,16 @@ StoreError
                    DivergedTierError     the second tier has steps that the fast tier never saw
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
-                   UnsupportedValueError    a Python value has no form in a checkpoint
-                   UnsupportedArrayError    an array or a tensor has none
-                   CyclicStateError         a container holds itself
-                   UnknownModelError        no adapter takes an object of this type
+                   UnsupportedValueError    a Python value cannot be stored in a checkpoint
+                   UnsupportedArrayError    an array or a tensor cannot be stored in a checkpoint
+                   CyclicStateError         a container contains itself
+                   UnknownModelError        no adapter accepts an object of this type
                    UnknownAdapterError      no adapter has this name
-                   ProviderTakenError       a type or a name has a provider already
-  - StateError, putting it together:
+                   ProviderTakenError       a type or a name has another provider already
+  - StateError, reassembling a model:
                    DamagedStateError        the stored state is not valid
-                   UnknownProviderError     a provider that it needs is not registered here
-                   ForbiddenClassError      it names a class that is not on the list
+                   UnknownProviderError     a provider that the state needs is not registered
+                   ForbiddenClassError      the state names a class that is not on the list
                    MismatchedOriginalError  `original` is another kind of object
 
 The message of a StateError names the place in the object as a Python expression. Every message ends

@@ -1,9 +1,10 @@
 """Find a base for the first step of a run: a stored checkpoint with similar tensors.
 
-The first step is stored as differences from the base. It is the checkpoint that the user names or,
-without one, the one that differs in the fewest bits of some samples. Only checkpoints that have
-tensors of the dtypes, sizes and similar names of the run's largest ones are compared. Fine-tunes of
-one base, runs of a hyperparameter sweep and restarted runs usually have such a base.
+The first step is stored as differences from the base. The base is the checkpoint that the user
+names. If the user does not name one, samples of tensors are compared, and the checkpoint that
+differs in the fewest bits is used. Only checkpoints are compared that have tensors like the largest
+ones in the step, with the same dtype, the same size and a similar name. Fine-tunes of a common
+base, runs of a hyperparameter sweep and restarted runs usually find a base.
 """
 
 import math

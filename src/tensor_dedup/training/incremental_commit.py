@@ -1,10 +1,12 @@
-"""Commit a step: new pieces are written to containers, known ones are only referred to.
+"""Commit a step: write new pieces to containers, and only refer to pieces that are stored.
 
 A snapshot has the pieces of a step, in memory that is not written to until the commit has returned.
-A commit may run in any thread, and may store large pieces before the last one is captured. Pieces
-are compared with those of the step saved last by a fast hash of their bytes, the change hash. A
-piece that is not found there is looked up in the store by its digest. Names and addresses do not
-matter. `tensor_dedup.store.writing.transaction` explains the order in which files become durable.
+A commit may run in any thread, and may store large pieces before the last one is captured.
+
+The change hash, a fast hash of the bytes of a piece, says whether the step saved last has a piece
+with the same bytes. If not, the piece is looked up in the store by its digest. Names and addresses
+of tensors do not matter. `tensor_dedup.store.writing.transaction` explains the order in which files
+become durable.
 """
 
 import threading

@@ -1,20 +1,23 @@
 """Decide which tensors of a step are encoded, by which codec, against which base, and when.
 
-The base of a large tensor is the tensor of the same name in the previous step, or that tensor's own
-base. So the tensors of successive steps are stored as deltas from one anchor, never from other
-deltas. Samples decide for each name, and a decision holds for some steps. A new anchor is stored
-when a delta takes more space than the tensor has taken on average since the last anchor.
+**Large tensors.** The base of a large tensor is the tensor with the same name in the previous step,
+or, if that tensor is itself a delta, the base of that delta. So the tensors of successive steps are
+deltas from a common base, called the anchor, and never from other deltas. Samples decide how the
+tensor with a name is encoded, and the decision holds for some steps. A new anchor is stored when a
+delta takes more space than the tensor has taken on average since the last anchor.
 
-Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one, without
-samples. If some of one type and size did not get smaller, the next ones are skipped for a while.
+**Leaves.** Leaves that the anchor has at the same offset take no space. If no codec makes the other
+leaves much smaller, each of them becomes a piece of its own (a part), which is stored once for all
+steps that have the leaf. A new anchor is stored when the tensor and the anchor have no leaf in
+common, or when the parts take too much space.
 
-A save encodes only what is quick: small tensors, a limited amount of large ones, and those of which
-samples have shown that few numbers change. It stores all others unencoded and leaves them to
-`BackgroundEncoder`.
+**Small tensors.** Small tensors, such as trees, biases and texts, are encoded one by one, without
+samples. If some tensors of one type and size did not become smaller, the next ones are skipped for
+a while.
 
-Leaves that the anchor has at the same offset take no space. Where no codec makes the other leaves
-much smaller, each becomes a piece of its own (a part), which is stored once for all steps that have
-it. A new anchor is stored when no leaf is in common, or when the parts take too much space.
+**When.** A save encodes only tensors that it can encode quickly: small tensors, a limited amount of
+large ones, and tensors in which few numbers change according to samples. It stores all other
+tensors unencoded and leaves them to `BackgroundEncoder`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

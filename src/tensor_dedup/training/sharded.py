@@ -1,9 +1,10 @@
 """Steps saved by several ranks: each rank stores its tensors, and one manifest refers to all.
 
-Each rank commits its part of the step under a name of its own. While these names exist, gc deletes
-nothing of the parts; they are removed once the step is committed. Another run may happen to have
-the name of a part. The notes in its manifest show whether a checkpoint is a part; any other
-checkpoint under the name is neither replaced nor deleted.
+Each rank commits its part of the step under a separate name. While this name exists, a gc does not
+delete any data of the part. The names of the parts are removed when the step is committed. A
+checkpoint of another run may happen to have the name that a part needs. The notes in the manifest
+show whether a checkpoint is a part, and a checkpoint that is not a part is neither replaced nor
+deleted.
 """
 
 import re

@@ -3,9 +3,9 @@
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
 
-A StateChunk is a source from which a save makes a piece when it is needed, with hints.
+A StateChunk is the source of a piece, with hints. A save makes the piece when it is needed.
 
-Neither numpy nor torch is imported before an array or a tensor of theirs is met.
+numpy and torch are imported only when an array or a tensor has to be processed.
 """
 
 import math

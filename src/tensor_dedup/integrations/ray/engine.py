@@ -1,8 +1,8 @@
 """vLLM engines as replicas of Ray Serve.
 
-An engine is a Serve deployment over vLLM's `AsyncLLM` with vLLM's own web application inside.
-Requests are passed on unchanged, so every route of `vllm serve` is available. `ray.serve.llm` is
-not used because Ray 2.60 pins vLLM 0.29 there.
+An engine is a Serve deployment over vLLM's `AsyncLLM`, with vLLM's own web application inside.
+Requests are passed on unchanged, so all routes of `vllm serve` are available. `ray.serve.llm` is
+not used, because that module requires vLLM 0.29 in Ray 2.60.
 """
 
 import asyncio

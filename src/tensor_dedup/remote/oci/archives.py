@@ -1,7 +1,8 @@
 """Unpack tar archives among the layers of OCI artifacts that other programs made.
 
-Either every file of an archive is written, or the pull fails. A member is a file or a link to one.
-Sparse files are refused, because a small archive could declare terabytes that way.
+Either all files in an archive are written, or the pull fails. Members other than files and links to
+files are refused. Sparse files are refused too, because a small archive could declare terabytes
+with them.
 """
 
 import gzip

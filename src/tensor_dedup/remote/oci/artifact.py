@@ -1,10 +1,10 @@
 """Checkpoints in OCI registries: pushed as ordinary artifacts, pulled tensor by tensor.
 
-A push makes two artifacts (see `modelpack`): the model, of whole files, and tables that say where
-each tensor lies. It sends the blobs first and the model's tag last, so the tag never names missing
-layers. A pull treats an artifact that has tables as a read-only remote (`ArtifactBucket`) and
-fetches only missing pieces. If there are no tables, or the registry does not support ranges, whole
-layers are downloaded and imported.
+A push makes two artifacts (`modelpack`): one has the files of the model, and the other has tables
+that say where each tensor lies in these files. The push sends the blobs first and sets the tag of
+the model last, so the tag never names missing layers. A pull treats an artifact with tables as a
+read-only remote (`ArtifactBucket`), and downloads only missing pieces. If there are no tables, or
+the registry does not support ranges, the pull downloads whole layers and imports them.
 """
 
 import hashlib

@@ -1,9 +1,11 @@
 """Encode a checkpoint as two OCI artifacts: a ModelPack of whole files, and tables. No I/O.
 
-The first follows the ModelPack specification of the CNCF: each file is an uncompressed layer, so
-any OCI client can pull the files. The second refers to the first. Its tables say where in the
-layers each tensor lies, with its digests, so that this package can pull single tensors. An
-annotation of the first has the digest of the tables, so pinning the model by digest pins the tables
+The ModelPack follows the specification of that name by the CNCF. Each file is an uncompressed
+layer, so any OCI client can pull the files.
+
+The second artifact refers to the first. Its tables have the place of each tensor in the layers and
+the digests of the tensor, so this package can pull single tensors. An annotation of the ModelPack
+has the digest of the tables. So if a user pins the ModelPack by its digest, the tables are pinned
 too.
 """
 

@@ -1,7 +1,7 @@
-"""A repository of an OCI registry: its manifests, blobs and referrers.
+"""A repository in an OCI registry: its manifests, blobs and referrers.
 
-Credentials are found as oras does: in Docker's configuration file and through its credential
-helpers, as `docker login` and `oras login` store them. DOCKER_CONFIG and REGISTRY_AUTH_FILE may
+Credentials are looked up like those of oras: in Docker's configuration file and in credential
+helpers, where `docker login` and `oras login` store them. DOCKER_CONFIG and REGISTRY_AUTH_FILE may
 name further files. A registry on this machine (localhost) is reached by http, all others by https.
 """
 

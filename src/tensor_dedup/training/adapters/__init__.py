@@ -4,9 +4,9 @@
     tensors = adapter.extract(model)
     model = adapter.reconstruct(tensors, original=model)
 
-There is one adapter for each framework. Each also accepts dicts, lists and other structures of
-objects that any adapter accepts, and objects of types that were registered with
-`register_provider`. Importing this package imports no framework.
+There is one adapter for each framework. Each adapter also accepts objects of types that were
+registered with `register_provider`, and dicts, lists and other structures of objects that any
+adapter accepts. Importing this package imports no framework.
 """
 
 from collections.abc import Iterator, Mapping

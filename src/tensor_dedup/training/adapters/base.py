@@ -18,9 +18,9 @@ in a saved structure:
         restore=lambda state, original: Scaler(**state),
     ))
 
-A save reads a model as a stream of chunks (StateChunk). The providers of its parts yield them one
-by one, and each is processed before the next is made. A state may be an iterator of its parts, and
-a part may have hints:
+A save reads a model as a stream of chunks (StateChunk). The providers for the parts of the model
+yield the chunks one by one, and each chunk is processed before the next one is made. So a state may
+be an iterator over its keys and values, and a value may be a chunk with hints:
 
     def state(corpus):
         yield "embedding", StateChunk(corpus.embedding, frozen=True)  # is not copied

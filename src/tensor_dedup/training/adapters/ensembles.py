@@ -1,9 +1,9 @@
 """Common code of the adapters for tree ensembles: append-only saving, and estimators.
 
 With `append_only=True` the caller declares that an ensemble only grows. Trees that an adapter has
-read before are then not read again, so a change to an already saved tree goes unnoticed. Every save
-checks that there are at least as many trees as before, and that the last known one is unchanged.
-Otherwise all of them are read again.
+read before are then not read again, so a change to a saved tree goes unnoticed. Every save checks
+that there are at least as many trees as before, and that the last known tree is unchanged. If this
+does not hold, all trees are read again.
 """
 
 import importlib

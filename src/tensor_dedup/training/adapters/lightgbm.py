@@ -1,8 +1,9 @@
 """The adapter for LightGBM: a booster is stored as one piece for each tree, and a remainder.
 
 LightGBM writes a model as text: a head that ends in the sizes of the trees, the trees, and a tail
-with importances and parameters. The text is cut at those sizes. They are not stored, because they
-follow from the pieces. The remainder does not grow with the number of trees.
+with importances and parameters. The sizes in the head say where the text is cut into pieces. They
+are not stored, because they follow from the pieces. The remainder does not grow with the number of
+trees.
 """
 
 from collections.abc import Mapping

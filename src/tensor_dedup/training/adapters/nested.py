@@ -1,10 +1,13 @@
-"""Take structures apart: tensors and arrays become pieces, everything else two more pieces.
+"""Take structures apart: each tensor or array becomes a piece, all the rest two more pieces.
 
-The piece of a tensor or array is named by the keys that lead to it, joined by dots, so a state dict
-keeps its names. The piece `#structure` is a tree of nodes. A node describes what is at one place;
-None stands for the next of the plain values, which are in the piece `#values`. So the structure
-stays the same from step to step while numbers change, and the store holds it once. FORMAT.md
-defines both pieces.
+The piece for a tensor or an array is named by the keys that lead to it, joined by dots, so a state
+dict keeps its names.
+
+The two other pieces are `#structure` and `#values`. `#structure` is a tree of nodes, each of which
+describes the value at one place. For a plain value, such as a number, the node is None, and
+`#values` has the value; the values have the same order as their nodes. So `#structure` stays the
+same from step to step while numbers change, and the store holds it once. FORMAT.md defines both
+pieces.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Encode plain Python values as MessagePack with their exact types. Decoding runs no code.
 
-None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as themselves.
-Every other value is an array that begins with the tag of its type.
+None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as the same
+types of MessagePack. Every other value is written as an array that begins with the tag of its type.
 """
 
 import sys

@@ -1,7 +1,8 @@
 """The adapter for PyTorch: modules, state dicts, optimizers, schedulers and random generators.
 
-Pieces of a module have the names of its state dict. Tied weights are pieces of equal bytes, which
-the store holds once; they are restored as one tensor. Nothing here imports torch before it is used.
+The pieces of a module have the names in its state dict. Tied weights are pieces with equal bytes,
+which the store holds once, and they are restored as one tensor. This module imports torch only when
+it is needed.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,8 @@
 """Reassemble structures that were taken apart, into an existing object or into new ones.
 
-Parts of the existing object may share memory, such as tied weights or views of one buffer. Filling
-one of them changes the others, so every part that overlaps another is compared with its saved value
-at the end.
+Parts of the existing object may share memory, such as tied weights or views of the same buffer.
+Filling one of these parts changes the others. So every part that overlaps another part is compared
+with its saved value at the end.
 """
 
 from collections.abc import Mapping

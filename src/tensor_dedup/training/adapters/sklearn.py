@@ -1,8 +1,9 @@
-"""The adapter for scikit-learn: estimators whose state is arrays, plain values and such objects.
+"""The adapter for scikit-learn's estimators.
 
-Objects are taken apart by the methods that pickle uses, but nothing is pickled. The class of an
-object is stored as a name. Loading looks it up in scikit-learn only, in the modules of estimators
-and their parts. Objects of any other class can only be restored into an `original`.
+The state of an estimator may consist of arrays, plain values and further estimators. Objects are
+taken apart by the methods that pickle uses, but nothing is pickled. The class of an object is
+stored as a name. A load looks up the name only in scikit-learn's modules of estimators and their
+parts. Objects of any other class can only be restored into an `original`.
 """
 
 import importlib

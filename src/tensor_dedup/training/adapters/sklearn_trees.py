@@ -1,12 +1,12 @@
 """Store tree ensembles of scikit-learn with one piece for each tree.
 
-A piece has scikit-learn's record of each node, with zeros between the fields, and then the nodes'
-values. All trees are read at once: 5,000 take about 20 ms. Attributes that the estimators around
-the trees have in common are stored once. Their differences, a few numbers each, are stored in
-pieces of 256 trees.
+The piece of a tree has the numpy record in which scikit-learn keeps each node, with zeros between
+the fields, and then the values of the nodes. All trees are read together; 5,000 trees take about
+20 ms. Attributes that all estimators around the trees share are stored once. The attributes that
+differ, a few numbers for each tree, are stored in pieces for 256 trees each.
 
-scikit-learn walks trees in C without bounds checks. A step may come from an untrusted source, so a
-tree whose nodes refer to places outside its memory is refused as damaged.
+scikit-learn walks trees in C without bounds checks. Since a step may come from an untrusted source,
+a tree whose nodes refer to places outside its memory is refused as damaged.
 """
 
 from bisect import bisect_right

@@ -1,9 +1,15 @@
 """Find values in the UBJSON that XGBoost writes, without decoding them to Python objects.
 
-A value is a marker followed by its content: numbers of fixed size, `S` length text, `{` key value …
-`}` with keys as length and text, `[` with `$` type and `#` count, either of them or neither (then
-until `]`). Lengths and counts are numbers with their marker. Everything is big-endian. All
-positions are byte offsets.
+A value is a marker of one byte, followed by the content:
+
+* A number has a marker for its type, and a fixed size.
+* A text is `S`, its length and its bytes.
+* An object is `{`, keys and values in turn, and `}`. A key is a length and the bytes of a text.
+* An array is `[`, then optionally `$` with a type, then optionally `#` with a count, and then the
+  items. An array without a count ends with `]`.
+
+Lengths and counts are numbers with their marker. All numbers are big-endian. The positions in this
+module are byte offsets.
 """
 
 import struct

@@ -1,14 +1,14 @@
 """The adapter for XGBoost: a booster is stored as one piece for each tree, and a remainder.
 
-The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so
-concatenated they are the same bytes. Trees stay unchanged while more are added. The two lists that
-grow with every round become pieces of 1 KiB, of which only the last one changes. The remainder,
-about 2 KB, hardly grows and is a plain value.
+The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so the
+parts in order are the same bytes. Trees stay unchanged while more trees are added. The two lists
+that grow with every round become pieces of 1 KiB, of which only the last one changes. The
+remainder, about 2 KB, hardly grows and is stored as a plain value.
 
-In append-only mode XGBoost writes only a slice of the booster, from the last known round on. A
-slice is itself a model. It differs from the whole one in what is counted from its first round: the
-numbers of its trees, two lists, a count, and attributes that a slice may lack. Only those are
-patched into the bytes of the slice.
+In append-only mode, XGBoost writes only a slice of the booster, from the last known round on. A
+slice is itself a model. It differs from the whole model in the parts that are counted from the
+first round: the numbers of the trees, two lists and a count. It may also lack attributes. Only
+these parts and the attributes are replaced in the bytes of the slice.
 """
 
 import struct

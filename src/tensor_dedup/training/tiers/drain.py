@@ -1,21 +1,25 @@
 """Two tiers of a run: steps are committed on a fast store, and copied ("drained") to a second one.
 
-The second tier is a store or a remote, and is meant to last (`second_tier`). A thread copies each
-step there in the order of saving, with its manifest byte for byte, so the step has the same place
-in that order, the same metrics and the same files on both tiers. Then the retention rules delete
-steps from both tiers, and drained steps that are not among the last ones are deleted from the fast
-tier.
+The second tier is a store or a remote, and keeps the steps lastingly (`second_tier`). A thread
+copies each step there in the order of saving. The manifest is copied byte for byte, so the step has
+the same place in the order of saving, the same metrics and the same files on both tiers. Then the
+retention rules delete steps from both tiers, and drained steps that are not among the last ones are
+deleted from the fast tier.
 
-Which steps are undrained follows from the two tiers alone: a step of the fast tier is, if the
-second tier lacks it or has it from an earlier place in the order, and so is a pin. No list of them
-can be lost, and the next process that opens the run with both tiers continues. If the tiers have
-different states of a step, the one with the later place counts. Only a state from the fast tier is
-ever copied. If another fast tier has saved the step independently, neither is later;
-`tensor_dedup.training.tiers.tier_identity` detects that.
+A step on the fast tier is undrained if the second tier lacks it, or has it with an earlier place in
+the order of saving. A pin is undrained if the second tier lacks it. This follows from the content
+of the two tiers, so there is no list of undrained steps that could be lost, and the next process
+that opens the run with both tiers continues.
 
-Three operations change both tiers: draining, deleting and unpinning a step. Each holds the second
-tier's lock of names. A removal is durable on the second tier before it happens on the fast one, so
-a deleted step does not reappear, and a half-deleted step is still complete on the fast tier.
+If the tiers have different states of a step, the state with the later place counts. States are only
+ever copied from the fast tier to the second tier. If another fast tier has saved the step
+independently, neither state is later; `tensor_dedup.training.tiers.tier_identity` detects this
+case.
+
+Three operations change both tiers: draining, deleting and unpinning a step. Each of them holds the
+second tier's lock of names. A removal is durable on the second tier before it happens on the fast
+tier. So a deleted step does not reappear, and a step whose deletion was interrupted is still
+complete on the fast tier.
 """
 
 import logging

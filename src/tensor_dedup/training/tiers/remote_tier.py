@@ -1,9 +1,10 @@
 """A remote as the second tier of a run, behind a fast store.
 
-A step is drained by a push and read back by a pull. A remote has no locks, only conditional writes
-of single objects. Changes that depend on the state of the fast tier are therefore protected by a
-lock on the fast tier (`drain.lock`), which no save takes. So only one fast tier at a time may drain
-a run. Conditional writes detect changes of a name by other programs.
+A step is drained by a push and read by a pull. A remote has no locks, only conditional writes of
+single objects. Changes that depend on the state of the fast tier are therefore protected by a lock
+on the fast tier (`drain.lock`), which saves do not use. This lock does not exclude other fast
+tiers, so only one fast tier at a time may drain a run. If another program changes a name,
+conditional writes detect the change.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""The interface of a second tier, which keeps a run's steps lastingly, and a store as one.
+"""The interface of a second tier, which keeps a run's steps lastingly, and a store as second tier.
 
-A remote as a second tier is in `remote_tier`. Both follow the same rules, in `tier_identity`, for
-which of two states of a step counts.
+The module `remote_tier` has a remote as second tier. If two tiers have different states of a step,
+the rules in `tier_identity` say which state counts, for stores and remotes alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,28 +1,32 @@
 """Notes of a fast tier about its second tier, and the rules for which state of a step counts.
 
     tiers/RUN    the identity of the second tier to which the run was drained; while drained steps
-                 may be deleted from the fast tier, it must not be drained to another one
+                 may be deleted from the fast tier, the run must not be drained to another one
     drains/RUN   for each second tier, by identity: the place in the order of saving up to which all
                  steps were drained, and the last places that were seen there
 
 If the two tiers have different states of a step, the state with the later place counts, provided
-that it was saved with knowledge of the other one. That is not always so: a fast tier may die before
-its last steps are drained, and another one that continues from the second tier does not know of
-them. To make this visible, a fast tier that continues from another one's steps takes places from a
-later range (`next_turn`), and notes the places that it has seen on the second tier before it saves
-anything. So these cases can be detected:
+that it was saved with knowledge of the other state. This condition does not always hold: a fast
+tier may die before its last steps are drained, and another fast tier that continues from the second
+tier does not know of these steps. To make this visible, a fast tier that continues the steps of
+another one takes places from a later range (`next_turn`). It also notes which places it has seen on
+the second tier before it saves anything. So three cases can be detected:
 
-    a state there is later than an undrained one here: it was saved without knowledge of that one
-    a state there was never seen, and is earlier than one here: that one was saved without it
-    unseen places there, between the last seen place and those here: another fast tier has
-    continued meanwhile, and did not know of these steps here either
+1. The second tier has a state of a step that is later than an undrained state on the fast tier. The
+   later state was saved without knowledge of the undrained one.
+2. The second tier has a state of a step that the fast tier has never seen, and that is earlier than
+   the state on the fast tier. The state on the fast tier was saved without knowledge of the other.
+3. The second tier has steps that the fast tier has never seen, with places between the last place
+   seen and those of undrained steps. Another fast tier has continued the run, without knowledge of
+   the undrained steps.
 
-The first two concern one step: the second tier's state is used, both states are kept, and the step
-is reported (`DivergedStepError`). The third concerns the order of all steps, so nothing is drained
-until the user has decided (`DivergedTierError`).
+The first two cases concern a single step: the state on the second tier is used, both states are
+kept, and the step is reported (`DivergedStepError`). The third case concerns the order of all
+steps, so nothing is drained until the user has decided (`DivergedTierError`).
 
-A note may be incomplete but is never wrong. Missing facts are found by content: a state that both
-tiers have was drained, and states that differ only in their place are the same.
+A note may be incomplete but is never wrong. If a fact is missing, the content of the tiers is
+compared: a state that both tiers have was drained, and states that differ only in their place are
+the same.
 """
 
 from bisect import bisect_left
