@@ -188,7 +188,7 @@ class Bucket(ABC):
         """Write `data` as an object; return whether the memory of `data` may be reused at once.
 
         True means that a single request was sent and succeeded. False means that the request was
-        repeated: the abandoned one may still read `data`, and the server may still carry it out.
+        repeated. The abandoned request may then still read `data`, and the server may carry it out.
         """
         self.put(key, [data])
         return True
@@ -221,7 +221,7 @@ class Bucket(ABC):
     def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
         """Make an existing object durable, because its writer may have died before doing so.
 
-        On a server this does nothing: an object that can be read is durable.
+        On a server this does nothing, because an object that can be read is durable.
         """
 
     def now(self) -> float:

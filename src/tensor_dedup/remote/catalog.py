@@ -234,8 +234,8 @@ class Catalog:
     def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
         """Return copies of catalog entries that list only the pieces in `digests`.
 
-        Each piece is listed in one entry, and a piece that no container holds in none. Call this
-        method only if all prefixes in the catalog have their full length.
+        Each piece is listed in a single entry. A piece that no container holds is not listed. Call
+        this method only if all prefixes in the catalog have their full length.
         """
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
@@ -765,8 +765,9 @@ def segment_of(
 ) -> dict[bytes, list[ListedContainer]]:
     """Return one segment that lists these container entries, as a dict from its name.
 
-    The dict is empty if there are no entries. In a large catalog prefixes are shortened; `others`
-    is the number of pieces in the other segments, on which their length depends.
+    The dict is empty if there are no entries. In a large catalog, prefixes are shortened. Their
+    length depends on the size of the catalog, so `others` must be the number of pieces in the other
+    segments.
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)

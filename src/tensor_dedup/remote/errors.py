@@ -229,7 +229,7 @@ def remote_damage(where: str) -> Iterator[PurePath]:
 def as_far_as_allowed() -> Iterator[None]:
     """Context manager: while it is active, a refused write ends the `with` block without an error.
 
-    A check that repairs what it can then also works with read access only.
+    So a check that also makes repairs can be used with read access only.
     """
     try:
         yield

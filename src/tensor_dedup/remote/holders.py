@@ -66,9 +66,9 @@ def in_small_encoded(
 ) -> set[bytes]:
     """Return those of the reused pieces that are in small containers and may be encoded.
 
-    `reused` describes pieces that a push need not send: it maps the digest of a piece, and whether
-    the piece is stored without a base, to the container. The result is empty if there are only a
-    few small containers.
+    `reused` describes pieces that a push need not send. Its keys are pairs: the digest of a piece,
+    and whether the piece is stored without a base. Its values are containers. The result is empty
+    if there are only a few small containers.
     """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
@@ -97,8 +97,8 @@ def relied_on(
 ) -> Iterator[ListedContainer]:
     """Iterate over copies of catalog entries that list only the pieces in `reused`.
 
-    `reused` maps the digest of a piece, and whether the piece is stored without a base, to the
-    container. The prefixes in the copies have their full length.
+    The keys of `reused` are pairs: the digest of a piece, and whether the piece is stored without a
+    base. The values are containers. The prefixes in the copies have their full length.
     """
     held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
     for (digest, alone), container in reused.items():
@@ -182,8 +182,8 @@ def fault_of(
     `there` is the catalog of the remote's tables, with which the list is compared. The result is:
 
     * None if there is no list, or the list is right;
-    * an empty string if the list is outdated or incomplete, that is, names containers that are not
-      in `there` or no container for one of the `pieces`;
+    * an empty string if the list is outdated (it names containers that are not in `there`) or
+      incomplete (it does not name a container for each of the `pieces`);
     * a description if the list is damaged or contradicts a table.
     """
     if held is None:

@@ -172,7 +172,7 @@ def read_manifest(
     """Read the manifest of the checkpoint `name` and its pages, and compare each with its digest.
 
     `manifest` is the name of the manifest. `known(name)` returns the bytes of a page or a manifest
-    that the store has, which is then not read from the remote, or None.
+    if the store has it, else None. Pages and manifests in the store are not read from the remote.
 
     Raises:
         MissingRemoteError: The manifest or a page is missing.

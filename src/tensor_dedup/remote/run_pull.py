@@ -28,9 +28,8 @@ def pull_each(
     """Pull the checkpoints in `refs`: a single checkpoint, or the steps and pins of a run.
 
     `refs` maps names to the statuses of references, or to None. Each checkpoint is pulled in its
-    own `session` of the store. If a step has lost or damaged data, the other steps are still
-    pulled, except for its pin and for steps that need the same lost data. Any other error ends the
-    pull.
+    own `session` of the store. If a step has lost or damaged data, its pin and the steps that need
+    the same data are skipped, and all others are still pulled. Any other error ends the pull.
 
     Raises:
         UnknownRemoteNameError: All of the names were deleted on the remote meanwhile.

@@ -112,7 +112,7 @@ class CapturedStep:
 
 
 class Capturing(threading.local):
-    """A flag that each thread sets while it captures or commits a step of one CheckpointStore.
+    """A flag for each thread that is set while the thread captures or commits a step.
 
     A signal handler may interrupt that work. If the handler waited for a save, and the save for the
     interrupted work, neither would ever end. The flag makes the wait an error instead.

@@ -661,10 +661,10 @@ class CheckpointStore:
     def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
         """Copy all steps that are only on the fast tier to the second tier.
 
-        Without a second tier, do nothing. Every save starts the copy of its own step, so call this
-        method to drain steps that other processes have committed, as ranks do, or to wait for the
-        copies. With `wait`, the method returns when all steps are drained, after `timeout` seconds
-        at most.
+        Without a second tier, do nothing. Every save starts the copy of the saved step. Call this
+        method to drain steps that other processes, such as ranks, have committed, or to wait for
+        the copies. With `wait`, the method returns when all steps are drained, or raises DrainError
+        after `timeout` seconds.
 
         Raises:
             DrainError: A step could not be copied, or was not copied in time. The step stays on the

@@ -141,7 +141,7 @@ class Fleet:
         return self.status()
 
     def status(self) -> FleetStatus:
-        """Return the status of the fleet: its replicas, its nodes, and the last problem."""
+        """Return the status of the fleet, with its replicas, its nodes and the last problem."""
         found: FleetStatus = self._ask("status")
         return found
 

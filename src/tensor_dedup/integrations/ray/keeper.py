@@ -192,7 +192,7 @@ class Keeper:
         self.apply(None)
 
     def status(self) -> FleetStatus:
-        """Return the status of the fleet: its replicas, its nodes, and the last problem."""
+        """Return the status of the fleet, with its replicas, its nodes and the last problem."""
         specification = self._specification()
         nodes = alive_nodes()
         names = {each.node_id: each.name for each in nodes}

@@ -90,7 +90,7 @@ class TierNotes:
     def check(self) -> None:
         """Check that the second tier is still the one to which the run was drained.
 
-        It is not if, for example, another disk is mounted at the same path.
+        For example, another disk may be mounted at the same path.
 
         Raises:
             OtherTierError: The second tier is another one.
