@@ -5,23 +5,27 @@
 For this key DeepSpeed imports a module `datastates`, which the separate distribution in
 packaging/datastates provides.
 
-The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They mean the same as in
-`CheckpointStore`, with two exceptions: `pool_bytes` limits all copies that a rank holds, and
-`keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones are
-deleted with their pointer files and with folders that contain nothing else. With `drain`, each rank
-deletes its own files, at its next save or at its end.
+The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They have the same
+meaning as in `CheckpointStore`, with two exceptions:
+
+* `pool_bytes` limits all copies that a rank holds.
+* `keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones
+  are deleted, with their pointer files and with folders that contain nothing else. With `drain`,
+  each rank deletes its own files, at its next save or at its end.
 
 `save_checkpoint` returns before anything is written. The next optimizer step waits until the state
 that it changes has been copied. Each file of a checkpoint is saved as a step in the store. When the
-step is durable, a small pointer file that names it is written in place of DeepSpeed's file. When
-all files of a checkpoint are durable, `latest` names it. So `load_checkpoint` without a tag finds
-the last checkpoint that is complete on all ranks, whenever a rank was killed, as long as each
-checkpoint has its own tag. Saving under an existing tag replaces its pointers one by one: if a save
-fails or a rank is killed, the tag cannot be loaded until all of its files are saved again.
+step is durable, a small pointer file that names the step is written in place of DeepSpeed's file.
+When all files of a checkpoint are durable, the file `latest` is set to the tag of the checkpoint.
+
+If each checkpoint has its own tag, `load_checkpoint` without a tag always finds the last checkpoint
+that is complete on all ranks, even if a rank was killed during a save. Saving under an existing tag
+replaces the pointers one by one. If a save then fails or a rank is killed, the tag cannot be loaded
+until all of its files are saved again.
 
 A checkpoint is complete when it is on the fast tier. If that tier is lost before `drain` has copied
-the checkpoint, `latest` names steps that no longer exist. Loading then fails with a message that
-names a tag that can be loaded; a program that restarts by itself can call `newest_tag`.
+the checkpoint, `latest` names steps that no longer exist. A load then fails, and the error message
+names a tag that can be loaded. A program that restarts automatically can call `newest_tag`.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
@@ -244,20 +248,22 @@ class _FileRun(CheckpointStore):
 
 
 class DecoupledStoreEngine:
-    """A checkpoint engine with the interface of DataStates that saves to a store in the background.
+    """A checkpoint engine that has the interface of DataStates, and saves to a store.
 
-    The error of a failed save is raised once, by the next optimizer step, the next `save`, or
-    `wait`. Only one training may save to a run at a time: two would replace each other's steps, and
-    loading such a checkpoint raises an error.
+    Saves run in the background. The error of a failed save is raised once, by the next optimizer
+    step, the next `save` or the next `wait`. Only one training at a time may save to a run, because
+    two would replace each other's steps. Loading a checkpoint with replaced steps raises an error.
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
-        """Open the store; DeepSpeed makes the engines of all ranks at the same time.
+        """Open the store that is named in `deepspeed_config`.
+
+        DeepSpeed creates the engines of all ranks at the same time.
 
         Raises:
-            ConfigError: DeepSpeed's JSON has something else under this key.
+            ConfigError: The entry `datastates_ckpt` in DeepSpeed's JSON is not valid.
             UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
-            BadOptionError, BadNameError, NotAStoreError: A value there is invalid.
+            BadOptionError, BadNameError, NotAStoreError: A value in the entry is invalid.
         """
         if not usable(_SEAM):
             raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
@@ -280,10 +286,10 @@ class DecoupledStoreEngine:
         weakref.finalize(self, hook.remove)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Start saving the state of a checkpoint file.
+        """Start to save `state_dict`, the state that DeepSpeed would write to the file `path`.
 
-        Files other than model and optimizer states are written to `path` as plain files before this
-        returns.
+        Only model and optimizer states are saved to the store. Other states are written to `path`
+        as plain files before the method returns.
 
         Raises:
             StoreError: An earlier save failed, or this state cannot be saved.
@@ -312,10 +318,10 @@ class DecoupledStoreEngine:
         return number
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state that the file at `path` points to, on the CPU.
+        """Return the state to which the pointer file at `path` leads, with tensors on the CPU.
 
-        Waits for the saves of this engine first. A file that is not a pointer file is loaded as
-        DeepSpeed's own.
+        The method first waits for the saves of this engine. A file that is not a pointer file is
+        loaded by DeepSpeed.
 
         Raises:
             UnknownStepError: The step was deleted or lost, or its checkpoint is not complete.
@@ -333,7 +339,7 @@ class DecoupledStoreEngine:
         return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
 
     def wait(self, persist: bool = False) -> None:
-        """Wait until the state may be changed, or until all saves are durable if `persist`.
+        """Wait until the state may be changed; with `persist`, until all saves are durable.
 
         Raises:
             StoreError: A save failed.
@@ -412,14 +418,15 @@ def newest_tag(
 ) -> str | None:
     """Return the tag of the last checkpoint in `folder` that can be loaded now, or None.
 
-    If the steps of the checkpoint that `latest` names are all there, its tag is returned. Otherwise
-    it is the checkpoint with the newest pointer files among those of which every file of every rank
-    is in the store or in its second tier. `store` and `drain` are the values in DeepSpeed's JSON.
-
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
-    Where torch.distributed is initialized, all ranks must call it together and all get the result
-    of rank 0. Opening the runs also starts draining steps that are only in `store`.
+    `store` and `drain` are the values in DeepSpeed's JSON. A checkpoint can be loaded if the steps
+    for all files of all ranks are in the store or in its second tier. If this holds for the
+    checkpoint that `latest` names, its tag is returned. Otherwise, among the checkpoints that can
+    be loaded, the one with the newest pointer files is chosen.
+
+    If torch.distributed is initialized, all ranks must call this function together, and all get the
+    result of rank 0. The call also starts to drain steps that are only in `store`.
 
     Raises:
         NotAStoreError: `store` or `drain` is something other than a store.

@@ -10,9 +10,9 @@
 The writer also works with `dcp.async_save`. Keep one writer for a whole run: it remembers the last
 step, which makes saving the next one faster.
 
-Every rank stores the tensors of its shards that the store does not have, and the coordinator merges
-the parts into one step (`tensor_dedup.training.sharded`). DCP's own metadata is stored in that step
-as JSON, not as a pickle.
+Every rank stores those tensors of its shards that the store does not have, and the coordinator
+merges the parts into one step (`tensor_dedup.training.sharded`). The step also has DCP's own
+metadata, as JSON and not as a pickle.
 """
 
 import json
@@ -75,13 +75,15 @@ _SHARD: Final = f"{STATE_MARK}part "
 class StoreWriter(StorageWriter):
     """A DCP storage writer that saves checkpoints as steps of a run.
 
-    `checkpoint_id` is the step, a non-negative integer. Ranks may be processes on one machine, or
-    on several that share a file system with locks. A tensor that any rank or any step of any run
-    has already stored is not stored again. A step appears under its name once the coordinator has
-    finished it; parts left behind by a rank that died are deleted when the next step is finished.
+    `checkpoint_id` is the number of the step, a non-negative integer. Ranks may be processes on one
+    machine, or on several machines that share a file system with locks. A tensor that is in the
+    store already is not stored again, whichever rank, step or run has stored it.
 
-    Save one step at a time: wait for the future of an `async_save` before the next save. A writer
-    may be pickled; the copy opens the store again.
+    A step gets its name when the coordinator has finished it. Parts left behind by a rank that died
+    are deleted when the next step is finished. Save one step at a time, and wait for the future of
+    an `async_save` before the next save.
+
+    A writer may be pickled; the copy opens the store again.
     """
 
     def __init__(
@@ -93,10 +95,10 @@ class StoreWriter(StorageWriter):
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         weights: str = "",
     ) -> None:
-        """Take the arguments of `CheckpointStore`.
+        """Prepare to save the run `run_id` into the store in the folder `root`.
 
-        `config` and `weights` let engines load steps that are not sharded. The store is opened, and
-        created if necessary, when the first step is saved.
+        The arguments are those of `CheckpointStore`. With `config` and `weights`, engines can load
+        steps that are not sharded. The store is opened, or created, when the first step is saved.
 
         Raises:
             BadNameError: `run_id` is not a valid name of a run.
@@ -114,16 +116,19 @@ class StoreWriter(StorageWriter):
         return self.__dict__ | {"_parts": {}, "_order": None}
 
     def close(self) -> None:
-        """Release the memory and files that the writer keeps between saves."""
+        """Release the memory and files that the writer keeps between saves.
+
+        The writer can be used again afterwards.
+        """
         for part in self._parts.values():
             part.close()
         self._parts = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step; DCP calls this before each save.
+        """Set the step of the next save to `checkpoint_id`. DCP calls this before each save.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a step.
+            BadStepError: `checkpoint_id` is not a non-negative integer.
         """
         if checkpoint_id is not None:
             self._step = _step_of(checkpoint_id)
@@ -132,7 +137,7 @@ class StoreWriter(StorageWriter):
         """Prepare this rank for a save.
 
         Raises:
-            UnsupportedError: The save uses no collectives.
+            UnsupportedError: The save was requested with `use_collectives=False`.
             BadStepError: No `checkpoint_id` was given.
         """
         if not kwargs.get("use_collectives", True):
@@ -149,13 +154,15 @@ class StoreWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store the tensors of this rank's plan; they are durable on return.
+        """Store the tensors in this rank's plan, its part of the step.
+
+        The tensors are durable when the method returns.
 
         Raises:
-            TakenPartError: RUN/part-RANK is a run of its own that has this step already.
+            TakenPartError: Another run is called RUN/part-RANK and has a step of this number.
             StoreError: The part cannot be saved.
-            UnsupportedArrayError: An array of the part cannot be saved.
-            NamedTwiceError: A tensor has the name under which another value is stored.
+            UnsupportedArrayError: An array in the part cannot be saved.
+            NamedTwiceError: A tensor and another value would be stored under the same name.
         """
         held: dict[str, torch.Tensor | NamedValue] = {}
         results = []
@@ -174,10 +181,10 @@ class StoreWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Merge all parts into one step; DCP calls this on the coordinator.
+        """Merge the parts of all ranks into one step. DCP calls this on the coordinator.
 
         Raises:
-            NamedTwiceError: Two ranks saved tensors under one name.
+            NamedTwiceError: Two ranks have saved tensors with the same name.
             PinnedStepError: The step exists and is pinned.
             NotATrainingError: An imported checkpoint has the step's name.
         """
@@ -194,7 +201,7 @@ class StoreWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether `checkpoint_id` is a step."""
+        """Return whether `checkpoint_id` can be the number of a step."""
         return str(checkpoint_id).isdecimal()
 
     def _save(
@@ -255,11 +262,12 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor 
 class StoreReader(StorageReader):
     """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
-    `checkpoint_id` is the step, by default the latest one. Every byte that is read is verified.
+    `checkpoint_id` is the number of the step. Without it, the latest step is read. Every byte that
+    is read is verified.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
-        """Open the run.
+        """Open the run `run_id` in the store in the folder `root`.
 
         Raises:
             NotAStoreError: There is no store at `root`.
@@ -271,15 +279,15 @@ class StoreReader(StorageReader):
         self._shards: dict[str, bool] = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step; DCP calls this before each load.
+        """Set the step of the next load to `checkpoint_id`. DCP calls this before each load.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a step.
+            BadStepError: `checkpoint_id` is not a non-negative integer.
         """
         self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return DCP's metadata of the step.
+        """Return the metadata that DCP has saved with the step.
 
         Raises:
             UnknownStepError: The run has no such step.
@@ -313,10 +321,10 @@ class StoreReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for into its tensors.
+        """Read the items in the plan into the tensors that `planner` provides for them.
 
         Raises:
-            CorruptTensorError: The store is damaged.
+            CorruptTensorError: The store has no intact copy of a tensor.
             MissingObjectError: The store has lost an object.
         """
         wanted: dict[str, list[ReadItem]] = defaultdict(list)
@@ -331,7 +339,7 @@ class StoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
-        """Return whether `checkpoint_id` is a step."""
+        """Return whether `checkpoint_id` can be the number of a step."""
         return str(checkpoint_id).isdecimal()
 
     def _open(self) -> StoredCheckpoint:

@@ -9,9 +9,10 @@
 DeepSpeed's files; `load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
 To save in the background, and without `enable`, see `tensor_dedup.integrations.datastates`.
 
-All checkpoint files of one name, in whatever folder, belong to one run of the store. Its steps are
-numbered in the order in which they are saved, whatever DeepSpeed's tags are, so equal tags in
-different folders do not collide. The pointer file says which step it stands for.
+All checkpoint files with the same name belong to one run in the store, even if they are in
+different folders. The steps of the run are numbered in the order in which they are saved. The
+numbers do not depend on DeepSpeed's tags, so equal tags in different folders do not collide. Each
+pointer file names its step.
 """
 
 import importlib
@@ -58,9 +59,10 @@ _LONGEST: Final = 4096
 
 @cache
 def enable() -> None:
-    """Make DeepSpeed engines created from now on honour `tensor_dedup` in their configuration.
+    """Make DeepSpeed engines use the entry `tensor_dedup` in their configuration.
 
-    Further calls in the same process do nothing.
+    This affects engines that are created after the call. Further calls in the same process do
+    nothing.
 
     Raises:
         UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
@@ -73,7 +75,10 @@ def enable() -> None:
 
 @cache
 def register_types() -> None:
-    """Register the types of DeepSpeed that checkpoints contain, so that they can be saved."""
+    """Register providers for the types of DeepSpeed objects that occur in checkpoints.
+
+    Objects of these types can then be saved. Further calls in the same process do nothing.
+    """
     for name in ("LossScaler", "DynamicLossScaler"):
         _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
     _register("deepspeed.utils.tensor_fragment.fragment_address", lambda held: dict(vars(held)))
@@ -123,18 +128,18 @@ def _zero_stage(state: int) -> Any:
 
 
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
-    """A DeepSpeed checkpoint engine that saves to a store and also loads DeepSpeed's own files.
+    """A DeepSpeed checkpoint engine that saves to a store, and also loads DeepSpeed's own files.
 
-    A save is durable when it returns and never replaces a step: when a file is saved again, the
-    step that it named before stays in the store. Processes that save at the same moment get
+    A save is durable when it returns. It never replaces a step: if a file is saved again, the step
+    that the file named before stays in the store. Processes that save at the same moment get
     separate steps.
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
-        """Open the store.
+        """Open the store in the folder `store`, to save to runs called `run`/FILE.
 
         Raises:
-            NotAStoreError: There is no store at `store`.
+            NotAStoreError: The folder `store` holds something else than a store.
             BadNameError: `run` is not a valid name of a run.
         """
         super().__init__(config_params)
@@ -147,10 +152,11 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         """Do nothing, because no preparation is needed before the first file of a checkpoint."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Save the state as a step and write a pointer to that step to `path`.
+        """Save `state_dict` as a step, and write a pointer to that step to the file `path`.
 
         Raises:
-            StoreError: The state cannot be saved; `StateError` if it holds an unsupported value.
+            StateError: The state contains a value that cannot be saved.
+            StoreError: The save failed.
         """
         saved = self._run_of(Path(path).stem).append(dict(state_dict))
         target = Path(path)
@@ -159,9 +165,9 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         part.replace(target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state that the file at `path` points to, on the CPU.
+        """Return the state to which the pointer file at `path` leads, with tensors on the CPU.
 
-        A file that is not a pointer file is loaded as DeepSpeed's own, with `map_location`.
+        A file that is not a pointer file is loaded by DeepSpeed, with `map_location`.
 
         Raises:
             UnknownStepError: The step was deleted or replaced.
@@ -173,13 +179,14 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return pointer.load(lambda run: CheckpointStore(self._store, run), path)
 
     def commit(self, info: Any) -> bool:
-        """Return True: `save` has made each file durable already."""
+        """Return True, because `save` has already made each file durable."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
         """Return False, so that DeepSpeed does not copy views before it saves them.
 
-        Only the elements of a view are saved, never its whole storage.
+        The copies are not needed, because only the elements of a view are saved, never its whole
+        storage.
         """
         return False
 
@@ -204,8 +211,8 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
     """The content of a pointer file: the name of a step and the name of its manifest.
 
     Pointers written by `tensor_dedup.integrations.datastates` also have a `key`, which is the same
-    in all files of one checkpoint. Pointers to model states then have `counts`: how many files of
-    model states and of optimizer states make the checkpoint complete.
+    in all files of one checkpoint. If they lead to model states, they have `counts` too: the
+    numbers of files with model states and with optimizer states in a complete checkpoint.
     """
 
     name: str
@@ -215,10 +222,12 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
 
     @classmethod
     def read(cls, path: Path) -> "Pointer | None":
-        """Return the pointer in a file, or None if it is DeepSpeed's own file or absent.
+        """Return the pointer in the file at `path`.
+
+        Returns None if the file does not exist or is not a pointer file.
 
         Raises:
-            DamagedPointerError: The file begins like a pointer and cannot be decoded.
+            DamagedPointerError: The file begins like a pointer, but cannot be decoded.
         """
         with suppress(FileNotFoundError), path.open("rb") as file:
             blob = file.read(_LONGEST)
@@ -235,10 +244,11 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         path: str,
         advise: Callable[[], str] = lambda: UnknownStepError.advice,
     ) -> Any:
-        """Return the state that the pointer names; `path` is the pointer file, for messages.
+        """Return the state in the step that the pointer names.
 
-        `open_run` opens the run with a given name, including its second tier if it has one.
-        `advise` returns the advice that ends the message if the step cannot be loaded.
+        `open_run` opens the run with a given name, with its second tier if it has one. In messages,
+        `path` is the path of the pointer file, and `advise` returns the advice at the end if the
+        step cannot be loaded.
 
         Raises:
             UnknownStepError: The step was deleted, lost or replaced.
@@ -257,10 +267,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
     def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
-        """Return the step's place in the order of saving, or None if the step is not there.
+        """Return the place of the pointer's step in the order of saving, or None if it is gone.
 
-        `places` maps the name of a run to the places of its steps. A step that was saved again
-        since counts as absent.
+        `places(run)` returns the places of the steps of a run. A step that was saved again after
+        the pointer was written counts as gone.
         """
         step = parse_step_name(self.name)
         found = None if step is None else places(step.run).get(step.step)

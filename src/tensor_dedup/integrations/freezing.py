@@ -29,10 +29,11 @@ class FrozenLayerError(IntegrityError):
 
 
 class Frozen:
-    """The frozen tensors of a model and their digests; returned by `freeze`.
+    """The frozen tensors of a model, with their digests. `freeze` returns this object.
 
-    `names` are those of parameters and saved buffers, as in the model's `state_dict`. The object
-    does not keep the model alive. Use it from one thread at a time.
+    `names` has the names of the frozen parameters and saved buffers in the model's `state_dict`.
+    The object does not keep the model alive. As a context manager, it calls `thaw` at the end. Use
+    it from one thread at a time.
     """
 
     def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
@@ -65,17 +66,21 @@ class Frozen:
         return isinstance(module, _NormBase) or parameters <= self._were.keys()
 
     def note(self) -> None:
-        """Record the current content of the tensors as the content to keep.
+        """Record the current content of the tensors, with which `check` compares from now on.
 
-        Call it after weights were loaded into the model.
+        Call this method after weights were loaded into the model.
         """
         self._were = {name: _identity(tensor) for name, tensor in self._tensors().items()}
 
     def check(self) -> None:
-        """Compare every byte with the content that was recorded when the layers were frozen.
+        """Compare every byte of the tensors with the recorded content.
+
+        The content is recorded when the layers are frozen, and again by `note`. After `thaw` there
+        is nothing to compare.
 
         Raises:
-            FrozenLayerError: a tensor has other bytes, another dtype or shape, or is gone.
+            FrozenLayerError: A tensor has other bytes, another dtype or another shape, or does not
+                exist any more.
         """
         now = self._tensors()
         moved = [
@@ -92,7 +97,7 @@ class Frozen:
             )
 
     def thaw(self) -> None:
-        """Make these layers trainable again and stop checking them."""
+        """Make the frozen layers trainable again, and forget their recorded content."""
         for parameter in self._trained:
             parameter.requires_grad = True
         for hook in self._hooks:
@@ -119,19 +124,20 @@ _frozen: Final = WeakKeyDictionary[torch.nn.Module, list[Frozen]]()
 
 
 def freeze(model: torch.nn.Module, layers: str) -> Frozen:
-    """Keep layers of a model bit-identical while the others are trained.
+    """Keep some layers of a model bit-identical while the others are trained.
 
-    Their parameters get no gradient, so an optimizer neither changes nor decays them and keeps no
-    state for them. Normalisation layers among them stay in evaluation mode, whatever
-    `model.train()` says. Freeze before the model is wrapped (DDP) and before the optimizer is made.
-    The callbacks of `tensor_dedup.integrations` check at every save that nothing has changed;
-    elsewhere call `check`.
+    Parameters in frozen layers get no gradient, so an optimizer neither changes nor decays them,
+    and keeps no state for them. Frozen normalisation layers stay in evaluation mode even after
+    `model.train()`. Call this function before the model is wrapped (as by DDP) and before the
+    optimizer is made. The callbacks in `tensor_dedup.integrations` check at every save that no
+    frozen tensor has changed; without these callbacks, call `check`.
 
-    `layers` names blocks and patterns: `0-5`, `encoder.layers.0-3`, `*embed*`
-    (`tensor_dedup.formats.layers.layer_names.meant`).
+    `layers` lists layers by their numbers or by patterns of their names, separated by commas: `0-5`
+    or `encoder.layers.0-3` for numbered layers, `*embed*` for names. The syntax is described at
+    `tensor_dedup.formats.layers.layer_names.meant`.
 
     Raises:
-        ConfigError: a part of `layers` matches no tensor of the model, or `layers` is empty.
+        ConfigError: A part of `layers` matches no tensor of the model, or `layers` is empty.
     """
     found = meant(by_layer(model.state_dict()), layers)
     names = tuple(name for layer in found.values() for name in sorted(layer))
@@ -144,10 +150,10 @@ def freeze(model: torch.nn.Module, layers: str) -> Frozen:
 
 
 def check_frozen(model: torch.nn.Module) -> None:
-    """Check all layers that `freeze` has frozen in a model and its submodules.
+    """Check all layers that `freeze` has frozen in `model` and its submodules.
 
     Raises:
-        FrozenLayerError: a tensor of a frozen layer has changed.
+        FrozenLayerError: A tensor in a frozen layer has changed.
     """
     with _lock:
         known = dict(_frozen)

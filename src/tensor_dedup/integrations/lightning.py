@@ -6,9 +6,9 @@
     trainer = Trainer(callbacks=[callback])
     trainer.fit(model, ckpt_path="store://run-001@200")
 
-`StoreCallback` decides when to save, Lightning decides what a checkpoint holds, and `StoreIO`
-decides where it goes. Both `lightning` and `pytorch_lightning` are supported, whichever the program
-has imported.
+`StoreCallback` determines when to save, Lightning determines the content of a checkpoint, and
+`StoreIO` determines where to save it. The packages `lightning` and `pytorch_lightning` are both
+supported; the one that the program has imported is used.
 """
 
 import sys
@@ -52,14 +52,18 @@ __all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
 
 
 class StoreIO(CheckpointIO):
-    """A checkpoint plugin that handles `store://RUN@STEP` through a store and other paths as files.
+    """A checkpoint plugin that saves and loads paths `store://RUN@STEP` through a store.
 
-    Each run that was added is saved into its own store, under its own retention rules. Any other
-    run is looked up in the stores of the added runs, in the order in which they were added.
+    Other paths are handled as files. Each run that was passed to `add` is saved into its own store,
+    under its own retention rules. Any other run is looked up in the stores of these runs, in the
+    order in which the runs were added.
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
-        """Serve one run, and others after `add`; `other` saves and loads plain files."""
+        """Handle the steps of `run`, and of other runs after `add`.
+
+        `other` is the plugin for ordinary files, by default Lightning's own.
+        """
         self._other = other or TorchCheckpointIO()
         self._runs = {run.run_id: run}
         self._asynchronous: set[str] = set()
@@ -67,22 +71,26 @@ class StoreIO(CheckpointIO):
         self._last: dict[str, PendingSave] = {}
 
     def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
-        """Also save and load the steps of another run; save with `save_async` if `asynchronous`."""
+        """Handle the steps of another run too.
+
+        With `asynchronous`, its steps are saved by `save_async`.
+        """
         self._runs[run.run_id] = run
         if asynchronous:
             self._asynchronous.add(run.run_id)
 
     def note(self, run_id: str, metrics: Mapping[str, Any]) -> None:
-        """Set the metrics to save with the next steps of a run."""
+        """Set the metrics that are saved with the next steps of the run `run_id`."""
         self._metrics[run_id] = metrics
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint as the step, or the file, that `path` names.
+        """Save `checkpoint` as the step or to the file that `path` names.
 
         Raises:
-            StoreError: The step cannot be saved; `StateError` if it holds an unsupported value.
+            StateError: The checkpoint contains a value that cannot be saved in a step.
+            StoreError: The save failed.
         """
         if (step := _step(path)) is None:
             self._other.save_checkpoint(checkpoint, path, storage_options)
@@ -97,14 +105,17 @@ class StoreIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return a checkpoint from a step, on the CPU, or from a file. Waits for the run's saves.
+        """Return the checkpoint in the step or the file that `path` names.
 
-        A step that no store has is pulled from the remote in TENSOR_DEDUP_REMOTE, or else from
-        `remote` in a configuration file, if one is set.
+        For a step, the method first waits for the saves of the run, and tensors are on the CPU. A
+        step that no store has is pulled from a remote, if one is set. The first of these is used:
+
+        1. the environment variable TENSOR_DEDUP_REMOTE;
+        2. `remote` in a configuration file.
 
         Raises:
             StoreError: A background save of the run has failed, or the remote has no such step.
-            UnknownStepError: There is no such step in any of the stores, and no remote is set.
+            UnknownStepError: No store has the step, and no remote is set.
         """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
@@ -116,7 +127,9 @@ class StoreIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a step or a file. Waits until the run's last background save is committed.
+        """Delete the step or the file that `path` names.
+
+        For a step, the method first waits until the last background save of the run has ended.
 
         Raises:
             UnknownStepError: There is no such step.
@@ -130,7 +143,7 @@ class StoreIO(CheckpointIO):
             self._of(step).delete(step.step)
 
     def teardown(self) -> None:
-        """Call `teardown` of the plugin that handles ordinary files."""
+        """Call the `teardown` of the plugin that handles ordinary files."""
         self._other.teardown()
 
     def _of(self, step: StepName) -> CheckpointStore:
@@ -142,12 +155,13 @@ class StoreIO(CheckpointIO):
 
 
 class StoreCallback(Callback):
-    """A callback that saves Lightning's complete checkpoints to a run of a store.
+    """A callback that saves Lightning's complete checkpoints to a run in a store.
 
     The metrics of a step are the callback metrics of the trainer. A trainer may have several of
-    these callbacks, each with a run of its own. Strategies that write sharded files themselves
-    (FSDP, DeepSpeed, tensor parallelism) are refused with `UnsupportedError`; use
-    `tensor_dedup.integrations.dcp` with those.
+    these callbacks, each with a run of its own.
+
+    Strategies that write sharded files themselves (FSDP, DeepSpeed, tensor parallelism) are refused
+    with an `UnsupportedError`. Use `tensor_dedup.integrations.dcp` with these strategies.
     """
 
     def __init__(
@@ -163,13 +177,14 @@ class StoreCallback(Callback):
         compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every `every` optimizer steps, or after every epoch.
+        """Save after every `every` optimizer steps, or after every epoch.
 
-        When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
-        until what they change has been copied. Under automatic optimization Lightning computes the
-        gradients in the optimizer's step, so the forward and backward pass wait too; with
-        `accumulate_grad_batches` only those of the last batch do. The error of such a save ends the
-        training at its next step, and the end of the training waits for the last one.
+        With `asynchronous`, the training continues while a step is saved, and the optimizers wait
+        until the tensors that they change have been copied. With automatic optimization, Lightning
+        computes the gradients in the optimizer's step, so the forward and backward passes wait too;
+        with `accumulate_grad_batches`, only those of the last batch wait. If a save fails in the
+        background, its error ends the training at the next step. At the end, the training waits for
+        the last save.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -189,7 +204,8 @@ class StoreCallback(Callback):
         """Install `StoreIO` in the trainer, so that it saves and loads `store://` URLs.
 
         Raises:
-            UnsupportedError: The strategy bypasses `CheckpointIO`, or two callbacks save this run.
+            UnsupportedError: The strategy does not use `CheckpointIO`, or another callback saves
+                the same run.
         """
         strategy = trainer.strategy
         if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
@@ -204,10 +220,10 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers, and remember the step at which the training begins.
+        """Hook the optimizers, and remember the number of the step at which the training begins.
 
-        This step is not saved again: batches may still be at it while gradients accumulate, and a
-        checkpoint would lack the accumulated gradients.
+        The callback does not save a step with this number. While gradients accumulate, several
+        batches have the same step number, and a checkpoint would lack the accumulated gradients.
         """
         self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:
@@ -216,34 +232,35 @@ class StoreCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if this step is due, at most once per optimizer step."""
+        """Save if the current step is due, at most once for each optimizer step."""
         step = trainer.global_step
         if self._every != "epoch" and step % self._every == 0 and step != self._saved:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if the callback saves every epoch, and wait until the weights have been copied.
+        """Save if the callback saves every epoch; then wait until the weights have been copied.
 
-        Callbacks that average weights may swap them at this point.
+        The wait is needed because callbacks that average weights may swap them at this point.
         """
         if self._every == "epoch":
             self._save(trainer)
         self.run.before_update()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait until the weights have been copied, since other callbacks may swap them now."""
+        """Wait until the weights have been copied, because other callbacks may swap them now."""
         self.run.before_update()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Wait for the last save, and release the memory and files that the run keeps.
 
-        Raises the error of a failed background save.
+        Raises:
+            StoreError: A background save has failed; the exception is the error of the save.
         """
         self._unhook()
         self.run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Wait for the last save; if the save failed too, add a note to the exception."""
+        """Wait for the last save. If the save has failed too, add a note to `exception`."""
         self._unhook()
         self.run.__exit__(type(exception), exception, None)
 
@@ -270,9 +287,9 @@ class StoreCallback(Callback):
 class FreezeCallback(Callback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
-    `layers` names blocks and patterns of the LightningModule's `state_dict`:
-    `FreezeCallback("0-5,*embed*")`. If a frozen tensor has changed, the next save or the end of the
-    training raises a `FrozenLayerError`.
+    `layers` lists numbered layers and patterns of names in the LightningModule's `state_dict`, as
+    in `FreezeCallback("0-5,*embed*")`. If a frozen tensor has changed, a `FrozenLayerError` is
+    raised at the next save or at the end of the training.
     """
 
     def __init__(self, layers: str) -> None:
@@ -283,22 +300,33 @@ class FreezeCallback(Callback):
         """Freeze the layers before the optimizers are made.
 
         Raises:
-            ConfigError: the module has no such layer.
+            ConfigError: A part of `layers` matches no tensor of the module, or `layers` is empty.
         """
         if stage == "fit" and self._frozen is None:
             self._frozen = freeze(pl_module, self._layers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Record the current weights as those to keep, since a checkpoint may have been loaded."""
+        """Record the current weights as those to keep.
+
+        Lightning may have loaded them from a checkpoint after `setup`.
+        """
         if self._frozen is not None:
             self._frozen.note()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
-        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        """Check the frozen layers before a checkpoint is saved.
+
+        Raises:
+            FrozenLayerError: A frozen tensor has changed.
+        """
         check_frozen(pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        """Check the frozen layers at the end of the training.
+
+        Raises:
+            FrozenLayerError: A frozen tensor has changed.
+        """
         check_frozen(pl_module)
 
 

@@ -1,4 +1,4 @@
-"""Save every step or epoch of Transformers' Trainer into a store.
+"""Save steps or epochs of Transformers' Trainer into a store.
 
     from tensor_dedup.integrations.trainer import StoreCallback
 
@@ -54,19 +54,21 @@ _SHARDING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, Distributed
 
 
 class StoreCallback(TrainerCallback):
-    """A callback that saves the complete training state to a run of a store.
+    """A callback that saves the complete training state to a run in a store.
 
-    The state is model, optimizer, scheduler, gradient scaler and random generators. Each step is a
-    checkpoint of the store and includes the model's config and tokenizer files, so
-    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers that Trainer logged at
-    this step. Process 0 saves models that every process holds in full; models sharded by FSDP or
-    DeepSpeed are refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
+    The state is that of the model, the optimizer, the scheduler, the gradient scaler and the random
+    generators. Each step is a checkpoint in the store and contains the model's config and tokenizer
+    files, so `store://RUN@STEP` can be loaded as a model. The metrics of a step are the numbers
+    that Trainer has logged for it.
 
-    A step is saved just before the next step begins. By then Trainer has logged and evaluated it,
-    so its metrics are known, and random states and learning rates are those after the evaluation.
+    A step is saved just before the next step begins. Trainer has then logged and evaluated the
+    step, so its metrics are known, and random states and learning rates are those after the
+    evaluation.
 
-    The state of other callbacks is not restored. With several processes, each gets its own random
-    states back if the number of processes is the same as before.
+    With several processes, process 0 saves the model, which every process must hold in full. Models
+    sharded by FSDP or DeepSpeed are refused with an `UnsupportedError`; use
+    `tensor_dedup.integrations.dcp` for them. Each process gets its own random states back if the
+    number of processes is the same as before. The state of other callbacks is not restored.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class StoreCallback(TrainerCallback):
         compress: Compress = "auto",
         **keep: Unpack[Rules],
     ) -> None:
-        """Save every `every` steps, or after every epoch.
+        """Save after every `every` steps, or after every epoch.
 
-        When `asynchronous`, the training goes on while a step is saved, and the optimizer waits
-        until what it changes has been copied. The error of such a save ends the training at its
-        next step, and the end of the training waits for the last one.
+        With `asynchronous`, the training continues while a step is saved, and the optimizer waits
+        until the tensors that it changes have been copied. If a save fails in the background, its
+        error ends the training at the next step. At the end, the training waits for the last save.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -105,7 +107,7 @@ class StoreCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Refuse sharded models before any training is done.
+        """Check that the model is not sharded, before any training is done.
 
         Raises:
             UnsupportedError: The model is sharded.
@@ -115,7 +117,7 @@ class StoreCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Collect the config and tokenizer files that go into every step, and hook the optimizer.
+        """Collect the config and tokenizer files for all steps, and hook the optimizer.
 
         Raises:
             UnsupportedError: The model is sharded.
@@ -130,41 +132,42 @@ class StoreCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Mark the state as due to be saved if this is one of every `every` steps."""
+        """Note that a save is due if the number of the step is a multiple of `every`."""
         self._due |= self._every != "epoch" and state.global_step % self._every == 0
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Mark the state as due to be saved if `every` is "epoch"."""
+        """Note that a save is due if `every` is "epoch"."""
         self._due |= self._every == "epoch"
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the last step of the previous epoch is due.
+        """Save the last step of the previous epoch if a save is due.
 
-        Trainer restores random states here when it resumes between epochs. A `StoreError` ends the
-        training and leaves all saved steps intact.
+        At this point Trainer itself restores random states if it resumes a training between two
+        epochs. A `StoreError` ends the training; all saved steps stay intact.
         """
         self._save_if_due(args, state, given)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the previous step is due.
+        """Save the previous step if a save is due.
 
-        Trainer restores random states here when it resumes in an epoch. A `StoreError` ends the
-        training and leaves all saved steps intact.
+        At this point Trainer itself restores random states if it resumes a training within an
+        epoch. A `StoreError` ends the training; all saved steps stay intact.
         """
         self._save_if_due(args, state, given)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the last step of the training, if it is due, when Trainer logs its final summary.
+        """Save the last step of the training if a save is due and Trainer logs its final summary.
 
-        Trainer may load its best model after that, so this waits until the state has been copied.
+        The method then waits until the state has been copied, because Trainer may load its best
+        model next.
         """
         if "train_runtime" in given.get("logs", {}):
             self._save_if_due(args, replace(state, log_history=state.log_history[:-1]), given)
@@ -175,21 +178,23 @@ class StoreCallback(TrainerCallback):
     ) -> None:
         """Wait for the last save, and release the memory and files that the run keeps.
 
-        Raises the error of a failed background save.
+        Raises:
+            StoreError: A background save has failed; the exception is the error of the save.
         """
         self._unhook()
         self.run.close()
 
     def check_out(self, folder: StrPath, step: int | None = None) -> str:
-        """Write a folder for `Trainer.train(resume_from_checkpoint=...)` and return its path.
+        """Write the step `step` to `folder`, from which Trainer can resume; return the path.
 
-        `step` defaults to the latest one. Waits for background saves.
+        Pass the path to `Trainer.train(resume_from_checkpoint=...)`. Without `step`, the latest
+        step is written. The method first waits for background saves.
 
         Raises:
             StoreError: A background save has failed.
             UnknownStepError: The run has no such step.
             TargetExistsError: The folder is not empty.
-            CorruptTensorError: The store is damaged.
+            CorruptTensorError: The store has no intact copy of a tensor.
             MissingObjectError: The store has lost an object.
         """
         self.run.close()
@@ -241,10 +246,13 @@ class StoreCallback(TrainerCallback):
 class FreezeCallback(TrainerCallback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
-    `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. If a frozen tensor has
-    changed, a `FrozenLayerError` ends the training: before Trainer or `StoreCallback` saves, or at
-    the end of the training. Resuming a checkpoint whose frozen layers differ from those of the
-    model that Trainer was given raises the same error.
+    `layers` lists numbered layers and patterns of names, as in `FreezeCallback("0-5,*embed*")`. A
+    `FrozenLayerError` ends the training in these cases:
+
+    * A frozen tensor has changed. This is checked before Trainer or `StoreCallback` saves, and at
+      the end of the training.
+    * A training is resumed from a checkpoint whose frozen layers differ from those of the model
+      that was passed to Trainer.
     """
 
     def __init__(self, layers: str) -> None:
@@ -257,17 +265,18 @@ class FreezeCallback(TrainerCallback):
         """Freeze the layers before Trainer makes its optimizer and wraps the model.
 
         Raises:
-            ConfigError: the model has no such layer.
+            ConfigError: A part of `layers` matches no tensor of the model, or `layers` is empty.
         """
         self._frozen = freeze(given["model"], self._layers)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Record the current weights as those to keep or, when a training is resumed, check them.
+        """Record the current weights as those to keep; in a resumed training, check them instead.
 
         Raises:
-            FrozenLayerError: the checkpoint that is resumed has other bytes in the frozen layers.
+            FrozenLayerError: The checkpoint from which the training is resumed has different bytes
+                in the frozen layers.
         """
         if self._frozen is None:
             return
@@ -302,7 +311,7 @@ class FreezeCallback(TrainerCallback):
     ) -> None:
         """Raise `FrozenLayerError` if a frozen tensor has changed and `save_strategy` is "best".
 
-        The result of the evaluation then decides whether Trainer saves.
+        With this strategy, Trainer decides after the evaluation whether to save.
         """
         if args.save_strategy == "best":
             self._check()
@@ -312,7 +321,7 @@ class FreezeCallback(TrainerCallback):
     ) -> None:
         """Raise `FrozenLayerError` if a frozen tensor has changed.
 
-        Another callback may have changed one after the last check.
+        Another callback may have changed the tensor after the last check.
         """
         self._check()
 

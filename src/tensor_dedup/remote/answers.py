@@ -1,4 +1,4 @@
-"""Interpret what a server says of an object, and the texts of obstore's errors. No I/O."""
+"""Interpret a server's metadata for objects, and the messages of obstore's errors. No I/O."""
 
 import hashlib
 import json
@@ -27,42 +27,45 @@ class ObjectStatus:
     modified: float
 
     def surely_is(self, data: bytes) -> bool:
-        """Return whether size and tag prove that the object is `data`.
+        """Return whether the size and the tag prove that the object is `data`.
 
-        Only a tag that is the MD5 of the content does, as on S3.
+        They prove it only on servers where the tag is the MD5 of the content, as on S3.
         """
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
         return self.size == len(data) and self.tag.strip('"') == md5
 
     def may_be(self, data: bytes) -> bool:
-        """Return False if size or tag show that the object is not `data`.
+        """Return False if the size or the tag shows that the object is not `data`, else True.
 
-        A tag that is not an MD5 shows nothing.
+        A tag that is not an MD5 is not compared.
         """
         is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
         return self.size == len(data) and (not is_sum or self.surely_is(data))
 
 
 def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
-    """Return the error for an object of `size` bytes, more than the `limit` for its kind."""
+    """Return the error for the object at `where`, whose `size` exceeds the `limit` for its kind."""
     return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
 
 
 def status_of(meta: Any) -> ObjectStatus:
-    """Convert the metadata that obstore returns for an object."""
+    """Convert `meta`, which obstore returns for an object, to an ObjectStatus."""
     # Azure's has quotes in an answer to HEAD, and none in a list.
     tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
     return ObjectStatus(meta["path"], meta["size"], tag, meta["last_modified"].timestamp())
 
 
 def version_of(meta: Any) -> str:
-    """Return what a conditional write compares, as JSON: an ETag or, for Google, a version."""
+    """Return the version of an object that conditional writes compare, as JSON text.
+
+    `meta` is what obstore returns for the object. It contains an ETag, a version number or both.
+    """
     both = {"e_tag": meta["e_tag"], "version": meta["version"]}
     return json.dumps({key: value for key, value in both.items() if value is not None})
 
 
 def is_about_credentials(text: str) -> bool:
-    """Return whether the text of an obstore error is about credentials."""
+    """Return whether an obstore error means that the server refused the credentials."""
     text = told(text)
     # S3 answers 400 where a token has expired, and to HEAD it cannot say so.
     if text.startswith("HEAD ") and "status code: 400 " in text:
@@ -74,20 +77,21 @@ def is_about_credentials(text: str) -> bool:
 
 
 def is_about_ranges(text: str) -> bool:
-    """Return whether an obstore error is about a range answered with the whole object."""
+    """Return whether an obstore error means that a server sent a whole object, not a range."""
     signs = ("non-partial response", "Range request not supported")
     return any(sign in text for sign in signs)
 
 
 def is_about_keys(text: str) -> bool:
-    """Return whether an obstore error is about credentials it could not even parse."""
+    """Return whether an obstore error means that obstore could not use the credentials at all."""
     return _KEYS.search(text) is not None
 
 
 def raise_panic(where: str, error: BaseException) -> None:
-    """Raise RemoteUnreachableError if `error` is a panic of obstore; else return.
+    """Raise RemoteUnreachableError about the URL `where` if `error` is a panic of obstore.
 
-    The class of such panics cannot be imported, so they are recognised by its name.
+    For any other error, do nothing. The class of panics cannot be imported, so a panic is
+    recognised by the name of its class.
     """
     if type(error).__name__ == "PanicException":
         what = f"obstore cannot go on, as with a wrong setting ({scrubbed(str(error))})"

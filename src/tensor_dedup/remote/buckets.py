@@ -1,8 +1,8 @@
 """Buckets: objects under keys, in a folder, in object storage or behind a plain web server.
 
-No other module of the store talks to object storage. Credentials come from the environment alone,
-as obstore reads them. A URL that contains one is refused, and credentials are removed from every
-text of a server that is passed on.
+All requests to object storage are made in this module. obstore reads credentials from the
+environment, and they have no other source. A URL that contains a credential is refused, and
+credentials are removed from texts of servers before these appear in a message.
 """
 
 import errno
@@ -99,13 +99,14 @@ _Out = TypeVar("_Out")
 
 
 class Bucket(ABC):
-    """A collection of objects under keys, each replaced as a whole. Safe from any thread.
+    """A collection of objects, each stored under a key. Safe from any thread.
 
-    A reader sees either the old or the new object, never a mixture.
+    An object is always replaced as a whole, so a reader sees either the old or the new object,
+    never a mixture.
 
     Raises:
-        RemoteUnreachableError, RemoteAccessError: from any method, if the server does not answer or
-            refuses the request.
+        RemoteUnreachableError: From any method, if the server does not answer.
+        RemoteAccessError: From any method, if the server refuses the request.
     """
 
     # Whether it is a plain web server's: it takes no objects, and seldom lists any.
@@ -118,20 +119,20 @@ class Bucket(ABC):
         self.traffic = Traffic()
 
     def at(self, key: str) -> str:
-        """Return the URL of an object, for messages."""
+        """Return the URL of the object under `key`, for messages."""
         return f"{self.url}/{key}"
 
     def foreign(self) -> str | None:
-        """Return the name of an entry that belongs to no remote, or None if none is known.
+        """Return the name of an entry that belongs to no remote, or None if no such entry is known.
 
-        Only a folder is looked through.
+        Only folders are searched for foreign entries; other buckets return None.
         """
         return None
 
     def outer(self) -> str | None:
-        """Return the path of a remote or store that contains this bucket, or None if none is known.
+        """Return the path of a remote or store around this bucket, or None if none is known.
 
-        Only folders are looked through.
+        Only the folders above a bucket on this machine are searched; other buckets return None.
         """
         return None
 
@@ -140,81 +141,94 @@ class Bucket(ABC):
         """Return an object's bytes and its tag for `put_if`, or None if there is no object.
 
         Raises:
-            DamagedRemoteError: it is larger than `limit` bytes.
+            DamagedRemoteError: The object is larger than `limit` bytes.
         """
 
     def still_has(self, key: str, tag: str) -> bool:
-        """Return whether an object still has the tag that `get` returned; sends a request."""
+        """Request an object again, and return whether it still has the `tag` that `get` returned.
+
+        Returns False if there is no object any more.
+        """
         found = self.get(key, TEXT_BYTES)
         return found is not None and found[1] == tag
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop` of an object, fewer if the object is shorter.
+        """Return the bytes of an object from `start` to `stop`, fewer if the object ends earlier.
 
         Raises:
-            FileNotFoundError: there is no such object.
+            FileNotFoundError: There is no such object.
         """
 
     def stream_range(
         self, key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
     ) -> None:
-        """Pass the bytes of a range to `arrived` in order, streaming if the bucket can."""
+        """Pass the bytes of an object from `start` to `stop` to `arrived`, in order.
+
+        A bucket that can stream calls `arrived` with each chunk; others call it once. Errors are
+        those of `get_range`.
+        """
         arrived(self.get_range(key, start, stop))
 
     @abstractmethod
     def head(self, key: str) -> ObjectStatus | None:
-        """Return the status of an object, or None if there is none.
+        """Return the status of an object, or None if there is no object.
 
-        Compare its tag only with tags from `list`, not with those from `get`.
+        Compare the tag in the status only with tags from `list`, not with tags from `get`.
         """
 
     @abstractmethod
     def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
-        """Write an object, replacing an existing one.
+        """Write `chunks` as one object under `key`, replacing an existing object.
 
-        A sequence of chunks is in memory and is sent in one request. An iterator is sent in parts.
+        A sequence of chunks is sent in one request, an iterator of chunks in several.
         """
 
     def put_once(self, key: str, data: memoryview) -> bool:
-        """Write an object; return whether no request can still be reading `data`.
+        """Write `data` as an object; return whether the memory of `data` may be reused at once.
 
-        True means that a single request was sent and succeeded. After a retry, an abandoned request
-        may still read `data`, and may even be carried out later.
+        True means that a single request was sent and succeeded. False means that the request was
+        repeated. The abandoned request may then still read `data`, and the server may carry it out.
         """
         self.put(key, [data])
         return True
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
-        """Write an object if it still has the tag from `get` or, with None, if there is no object.
+        """Write an object if its tag is still `tag`, which `get` returned, else return False.
 
-        Returns False if the condition failed. Read the object then: the write may have taken place
-        and its response been lost.
+        With a `tag` of None, the object is written only if there is no object under `key`. After
+        False, read the object, because the write may have succeeded and its response been lost.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
-        """Iterate over the statuses of all objects whose keys begin with `prefix`."""
+        """Iterate over the statuses of all objects in the folder `prefix`, as in `refs/`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete an object; do nothing if there is none."""
+        """Delete the object under `key`; do nothing if there is no object."""
 
     def delete_once(self, key: str) -> bool:
-        """Delete an object; return whether no deletion request can still be under way.
+        """Delete an object; return whether the deletion is certainly over.
 
-        True means that a single request was sent and answered. After a retry, an abandoned request
-        may still be carried out later.
+        True means that a single request was sent and answered. False means that the request was
+        repeated, and the server may still carry out the abandoned one later.
         """
         self.delete(key)
         return True
 
     def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
-        """Make an object durable, in case its writer died before doing so."""
+        """Make an existing object durable, because its writer may have died before doing so.
+
+        On a server this does nothing, because an object that can be read is durable.
+        """
 
     def now(self) -> float:
-        """Return the server's current time in seconds, found by writing a small object."""
+        """Return the time of the server's clock, in seconds since the epoch.
+
+        The method writes a small object, reads its modification time and deletes it.
+        """
         key = f"{PROBE}{secrets.token_hex(8)}"
         self.put(key, [memoryview(b"now")])
         status = self.head(key)
@@ -224,7 +238,10 @@ class Bucket(ABC):
         return status.modified
 
     def each(self, call: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Call a function for each item on several threads; yield the results in order."""
+        """Call `call` for each of `items` on several threads; yield the results in that order.
+
+        The first error ends the iteration, and calls that have not begun are cancelled.
+        """
         waiting = [*items]
         if len(waiting) < 2:
             yield from map(call, waiting)
@@ -240,7 +257,7 @@ class Bucket(ABC):
 
 
 class FolderBucket(Bucket):
-    """A local folder as a bucket. Conditional writes work between processes of one machine."""
+    """A local folder as a bucket. Conditional writes are safe between processes on one machine."""
 
     is_local = True
 
@@ -407,9 +424,10 @@ def _tag(blob: bytes) -> str:
 
 
 class ServerBucket(Bucket):
-    """Object storage accessed through obstore: S3-compatible, Google, Azure, or a plain web server.
+    """A bucket on a server: S3-compatible, Google, Azure, or a plain web server.
 
-    obstore repeats requests that fail on the way, a few times; `traffic` counts each only once.
+    All requests go through obstore, which repeats failed ones a few times; `traffic` counts a
+    repeated request once.
     """
 
     def __init__(

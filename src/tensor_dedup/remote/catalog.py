@@ -1,19 +1,21 @@
 """The catalog of a remote: which container holds which piece.
 
 A piece is a tensor, a header or a small file, named by its digest. A container is an immutable
-object of pieces and a table of them; a copy of the table is an object of its own. A piece may be
-stored as a delta: a difference from another piece, its base.
+object with pieces and a table of these pieces; a copy of the table is a separate object. A piece
+may be stored as a delta, that is, as a difference from another piece, its base.
 
 The catalog consists of immutable segments, which list containers with prefixes of the digests of
 their pieces. Offsets, encodings and bases are only in the tables. One small object, the head, names
-the current segments and the trash: the list of unused objects that a gc has condemned, which are
-deleted later. Every push and every gc replaces the head by a conditional write, so each sees the
-decisions of the others (`commit`). Everything but the trash can be rebuilt from the tables.
+the current segments and the trash. The trash lists unused objects that a gc has condemned, so that
+a later gc deletes them. Every push and every gc replaces the head by a conditional write, and so
+learns of the changes that others have made (`commit`). Everything but the trash can be rebuilt from
+the tables.
 
-Prefixes of 16 bytes prove that a container holds a piece, and a push relies on them. Where the
-catalog has many pieces, large containers have prefixes of 3 or 4 bytes to save space. These only
-say that a container may hold a piece; its table decides (`confirm`). Beside each manifest lies a
-list of the containers that it needs (`holders`), so that a pull need not read the whole catalog.
+A prefix of 16 bytes proves that a container holds a piece, and a push relies on it. If the catalog
+has many pieces, prefixes for large containers are cut to 3 or 4 bytes to save space. A short prefix
+only says that a container may hold a piece, and the table of the container has to be read to be
+certain (`confirm`). A pull need not read the whole catalog, because each manifest has a list of the
+containers that it needs (`holders`).
 """
 
 import random
@@ -68,11 +70,12 @@ _PAUSE_S: Final = 0.05
 
 
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The entry of a container in a segment: its name, its kind, its size and the pieces it holds.
+    """The entry of a container in a segment: its name, its kind, its size and its pieces.
 
-    `nbytes` is the size of the object. `alone` has the digest prefixes, of `width` bytes each, of
-    pieces that are stored without a base; `deltas` has those of the others. Prefixes shorter than
-    PREFIX_BYTES do not prove that a piece is in the container.
+    `nbytes` is the size of the container in bytes. Pieces are listed by prefixes of their digests,
+    each `width` bytes long: `alone` joins the prefixes of pieces that are stored without a base,
+    and `deltas` those of pieces that are stored as deltas. Prefixes shorter than PREFIX_BYTES do
+    not prove that a piece is in the container.
     """
 
     name: bytes
@@ -88,7 +91,10 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return (len(self.alone) + len(self.deltas)) // self.width
 
     def shortened(self, width: int) -> "ListedContainer":
-        """Return the entry with prefixes of at most `width` bytes, unless it has few pieces."""
+        """Return the entry with its prefixes cut to `width` bytes.
+
+        An entry with few pieces, or with prefixes that are short enough, is returned unchanged.
+        """
         if width >= self.width or self.pieces <= _FEW:
             return self
         alone, deltas = (
@@ -99,7 +105,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class CatalogSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The decoded content of a segment: a list of containers."""
+    """The decoded content of a segment of the catalog: a list of container entries."""
 
     containers: Sequence[ListedContainer]
 
@@ -112,10 +118,11 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True):
-    """The unused objects of a remote, by key: those that are condemned and those being deleted.
+    """The unused objects of a remote: those that are condemned, and those that are being deleted.
 
-    `condemned` has the second, of the server's clock, since when each key is condemned. `deleting`
-    has one such second for each gc that is deleting the key.
+    `condemned` maps the key of an object to the time at which the object was condemned. `deleting`
+    maps a key to one time for each gc that is deleting the object. Times are in seconds of the
+    server's clock; a time of 0 in `condemned` means that a container was found damaged.
     """
 
     condemned: dict[str, int]
@@ -149,9 +156,10 @@ CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 def listed(
     container: ContainerId, table: Table, there: Collection[bytes] | None = None
 ) -> ListedContainer:
-    """Return the catalog entry of a container, with prefixes of full length.
+    """Return the catalog entry of `container`, made from its `table`, with prefixes of full length.
 
-    If `there` is given, deltas are left out unless all their bases are in `there`.
+    If `there` is given, it is a collection of digests, and the entry lists a delta only if all of
+    its bases are in `there`.
     """
     blob = tables.encode(table).blob
     records = table.records
@@ -170,7 +178,10 @@ def listed(
 
 
 def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
-    """Return the digests of the bases of those deltas in a table that the catalog entry lists."""
+    """Return the digests of the bases that the deltas listed in `entry` need.
+
+    The bases are read from `table`, the table of the same container.
+    """
     width = entry.width
     there = {*_split(entry.deltas, width)}
     return {base for r in table.records if r.digest[:width] in there for base in r.bases}
@@ -178,9 +189,9 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
 
 @dataclass
 class Catalog:
-    """The catalog in memory: the containers, and an index of which of them hold a piece.
+    """The catalog in memory: the containers, and an index from pieces to containers.
 
-    `tag` is the tag of the head, or None if the remote had no head.
+    `tag` is the tag of the head from which the catalog was read, or None if there was no head.
     """
 
     containers: dict[ContainerId, ListedContainer] = field(default_factory=dict)
@@ -201,7 +212,7 @@ class Catalog:
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
-        """Add the entry of a container, unless the container is known already."""
+        """Add the entry of a container; do nothing if the catalog has the container already."""
         key = ContainerId(container.name.hex(), container.kind)
         if key in self.containers:
             return
@@ -212,7 +223,7 @@ class Catalog:
                 found.setdefault(prefix, []).append(key)
 
     def learn(self, container: ListedContainer) -> None:
-        """Replace the entry of a container by a more precise one."""
+        """Replace the entry of a known container by `container`, a more precise entry."""
         key = ContainerId(container.name.hex(), container.kind)
         less = self.containers.pop(key)
         for found, held in ((self._alone, less.alone), (self._deltas, less.deltas)):
@@ -221,9 +232,10 @@ class Catalog:
         self.add(container)
 
     def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
-        """Return entries that list these pieces and no others, each piece in one container only.
+        """Return copies of catalog entries that list only the pieces in `digests`.
 
-        Usable only if no prefix in the catalog is shortened.
+        Each piece is listed in a single entry. A piece that no container holds is not listed. Call
+        this method only if all prefixes in the catalog have their full length.
         """
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
@@ -240,10 +252,11 @@ class Catalog:
         ]
 
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
-        """Return the containers that hold a piece or, with `alone`, hold it without a base.
+        """Return the containers that hold a piece; an empty list if there are none.
 
-        Containers that only may hold it (`is_doubtful`) come last. Deltas whose base is known to be
-        lost (`unheld`) do not count.
+        With `alone`, only containers that hold the piece without a base are returned. Containers
+        that may hold the piece but need not (`is_doubtful`) come last. A delta does not count if
+        `unheld` has found that its base is lost.
         """
         keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
         found = [each for key in keys for each in self._alone.get(key, [])]
@@ -254,14 +267,15 @@ class Catalog:
         return sorted(found, key=self.is_doubtful)
 
     def is_doubtful(self, container: ContainerId) -> bool:
-        """Return whether the entry of a container has only shortened prefixes."""
+        """Return whether a container's entry has shortened prefixes, which prove nothing."""
         return self.containers[container].width < PREFIX_BYTES
 
     def assure(self, digests: Iterable[bytes]) -> None:
-        """Record that a reference on the remote leads to these pieces, before any table is read.
+        """Record that a reference on the remote leads to these pieces, so the remote has them.
 
-        A piece that only one container may hold is then known to be there, and its table need not
-        be read. If two containers may hold a piece, this proves nothing about either.
+        If only one container may hold a piece, that container then certainly holds it, and its
+        table need not be read. If several containers may hold the piece, nothing is recorded for
+        it. Call this method before any table is read.
         """
         self._assured = {digest_ for digest_ in digests if self._has_one_holder(digest_)}
 
@@ -271,16 +285,18 @@ class Catalog:
         return len({*held}) == 1 and len(alone) in (0, len(held))
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether `assure` has shown that the only possible holder has this piece."""
+        """Return whether `assure` has shown that the only container that may hold a piece does."""
         return digest_ in self._assured
 
 
 def confirm(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
 ) -> None:
-    """Read tables of doubtful containers until the first of the `holders` of each piece is certain.
+    """Read tables of doubtful containers until it is certain which container holds each piece.
 
-    A container whose table is missing or damaged counts as empty.
+    Afterwards the first container that `catalog.holders` returns for a piece certainly holds it,
+    and a piece without holders is in no container. `alone` is passed to `holders`. A container
+    whose table is missing or damaged counts as empty.
     """
 
     def exact(container: ContainerId) -> ListedContainer:
@@ -310,10 +326,12 @@ def confirm(
 def unheld(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, suspicious: bool = False
 ) -> set[bytes]:
-    """Return the pieces that no container holds; reads tables where the catalog is not certain.
+    """Return those of the pieces in `digests` that no container holds.
 
-    If damage is noted on the remote, or with `suspicious`, a delta counts only if its base is held
-    too. Tables of containers with deltas are then read, because only they name the bases.
+    Where the catalog is not certain, tables are read. If damage is noted on the remote, or with
+    `suspicious`, a piece that is stored as a delta counts as held only if a container also holds
+    the base of the delta. Tables of containers with deltas are then read too, because only tables
+    name the bases.
     """
     confirm(bucket, catalog, digests)
     if suspicious or DAMAGED in catalog.trash.condemned.values():
@@ -360,12 +378,14 @@ def read_catalog(
 ) -> Catalog | None:
     """Read the catalog, or return None if there is no head.
 
-    `known` has segments that were read before, by name; these are not read again. The trash is read
-    only `with_trash`.
+    `known` maps names to segments that were read earlier; these segments are not read again. The
+    trash is read only if `with_trash` is True.
 
     Raises:
-        DamagedRemoteError, MissingRemoteError: the head or a segment is damaged or missing.
-        NewerFormatError, FormerRemoteError: they have a format later or earlier than version 1.
+        DamagedRemoteError: The head or a segment is damaged.
+        MissingRemoteError: A segment is missing.
+        NewerFormatError: The head or a segment has a format later than version 1.
+        FormerRemoteError: The head has a format earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
@@ -472,11 +492,13 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
 def decode_segment(
     blob: bytes, where: str, form: type[CatalogSegment] = CatalogSegment
 ) -> list[ListedContainer]:
-    """Return the containers in the bytes of a segment that was read at `where`.
+    """Decode `blob`, the bytes of the segment at the URL `where`; return its container entries.
+
+    `form` is the struct that the segment is decoded to.
 
     Raises:
-        DamagedRemoteError: it is not a valid segment.
-        NewerFormatError: it is of a later version.
+        DamagedRemoteError: The bytes are not a valid segment.
+        NewerFormatError: The segment has a later version.
     """
     with remote_damage(where) as path:
         containers = [*frames.decode(blob, _SEGMENT, form, path).containers]
@@ -507,7 +529,9 @@ def read_table(bucket: Bucket, name: str) -> Table:
     """Read and check the table of the container `name`.
 
     Raises:
-        MissingRemoteError, DamagedRemoteError, NewerFormatError: it cannot be read.
+        MissingRemoteError: The table is missing.
+        DamagedRemoteError: The table is damaged.
+        NewerFormatError: The table has a later version.
     """
     key = layout.table_key(name)
     found = bucket.get(key, layout.FRAME_BYTES)
@@ -521,7 +545,10 @@ def read_table(bucket: Bucket, name: str) -> Table:
 
 
 def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Table | None:
-    """Read and check the table at the end of a container of `nbytes` bytes; None if unreadable."""
+    """Read and check the copy of the table at the end of a container of `nbytes` bytes.
+
+    Returns None if the copy is missing, damaged or not readable for another reason.
+    """
     key, end = layout.container_key(container), nbytes - TAIL_BYTES
     try:
         tail = bytes(bucket.get_range(key, max(0, end), nbytes))
@@ -536,11 +563,12 @@ def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Ta
 
 
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
-    """Return a catalog built from all readable tables of the remote; nothing is written.
+    """Return a catalog built from all readable tables on the remote; nothing is written.
 
-    A container is written before its table, so what a table describes exists. Containers that are
-    condemned in `catalog` are left out, and so are deltas whose bases are in them. The exception
-    are deltas whose base was condemned because of damage; `unheld` handles these.
+    A container is written before its table, so the container of a table exists. The result leaves
+    out containers that are condemned or being deleted according to `catalog`, and deltas whose
+    bases are only in these containers. Deltas stay in the result if the container of their base
+    was condemned because of damage, since `unheld` checks them.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
@@ -571,9 +599,9 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
 
 
 def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
-    """Read the catalog and the trash for a push; rebuild the catalog if it is missing or damaged.
+    """Return the catalog with its trash, rebuilt from tables if it is missing or damaged.
 
-    Segments of a catalog that was read `before` are not read again.
+    `before` is a catalog that was read earlier; segments that it has are not read again.
     """
     known = None if before is None else before.segments
     try:
@@ -597,25 +625,31 @@ def _without_segments(bucket: Bucket) -> Catalog:
 
 
 def is_damage_noted(bucket: Bucket) -> bool:
-    """Return whether the remote has a note of containers that were found damaged or missing.
+    """Return whether the catalog notes that a container was found damaged or missing.
 
-    Costs one request, or two if anything is condemned. False if the list cannot be read.
+    This takes one request, or two if anything is condemned. Returns False if the head or the list
+    of condemned objects cannot be read.
     """
     return DAMAGED in condemned(bucket).values()
 
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
-    """Return the condemned keys and since which second; an empty mapping if they cannot be read."""
+    """Return the keys of condemned objects, each with the time at which it was condemned.
+
+    Times are as in `Trash`. If the list cannot be read, the result is empty.
+    """
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
         return (read_trash(bucket) or _NO_TRASH).condemned
     return {}
 
 
 def read_trash(bucket: Bucket) -> Trash | None:
-    """Return the condemned keys and those being deleted, or None if there is no head.
+    """Read the trash, without the segments of the catalog; return None if there is no head.
 
     Raises:
-        DamagedRemoteError, MissingRemoteError, NewerFormatError: they cannot be read.
+        DamagedRemoteError: The head or the trash is damaged.
+        MissingRemoteError: The trash is missing.
+        NewerFormatError: The head or the trash has a later version.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else _trash(bucket, _head(bucket, found[0]))
@@ -629,13 +663,16 @@ def commit(
     *,
     told_by_bytes: bool = True,
 ) -> Catalog:
-    """Replace the head by a conditional write; return the catalog that it is based on.
+    """Replace the head by a conditional write; return the catalog on which the new head is based.
 
     `change` receives the current catalog and returns the segments and the trash that the new head
-    names, or None to change nothing. After a conflict it is called again with the catalog of the
-    other writer. If the head then has exactly the bytes of this call, the write counts as
-    successful, unless `told_by_bytes` is False. Raises RemoteBusyError if other writers were first
-    every time.
+    names, or None to change nothing. If another writer has replaced the head meanwhile, `change`
+    is called again with the catalog of that writer. A server may report a conflict although the
+    write succeeded, so the write counts as successful if the head now has exactly the bytes that
+    this call wrote, unless `told_by_bytes` is False. `pause` waits between the attempts.
+
+    Raises:
+        RemoteBusyError: Other writers replaced the head before each attempt.
     """
     for attempt in range(_ATTEMPTS):
         if (wanted := change(catalog)) is None:
@@ -663,9 +700,9 @@ def commit(
 
 
 def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
-    """Remove containers from the catalog and note that they are damaged or missing.
+    """Remove containers from the catalog, and note in it that they are damaged or missing.
 
-    Later pushes do not rely on them, and `is_damage_noted` then returns True.
+    Later pushes do not rely on these containers, and `is_damage_noted` then returns True.
     """
     keys = dict.fromkeys(map(layout.container_key, containers), DAMAGED)
 
@@ -680,7 +717,7 @@ def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
 
 
 def tag_of(bucket: Bucket) -> str | None:
-    """Return the tag of the head, or None if there is none."""
+    """Return the tag of the head, or None if there is no head."""
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else found[1]
 
@@ -695,7 +732,7 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
 
 
 def trash_object(trash: Trash) -> tuple[str, bytes]:
-    """Return the key and the bytes of the object that stores the trash."""
+    """Encode `trash`; return the key and the bytes of the object that stores it."""
     deleting = [(key, since) for key, seconds in trash.deleting.items() for since in seconds]
     packed = _TrashList(_packed(trash.condemned.items()), _packed(deleting))
     blob = frames.encode(_TRASH, packed)
@@ -719,16 +756,18 @@ def _safe_segment(
 
 
 def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
-    """Return the bytes of a segment of these containers."""
+    """Return the bytes of a segment that lists these container entries."""
     return frames.encode(_SEGMENT, CatalogSegment([*containers]))
 
 
 def segment_of(
     containers: Iterable[ListedContainer], others: int = 0
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return a segment of these containers, keyed by its name; {} without containers.
+    """Return one segment that lists these container entries, as a dict from its name.
 
-    Prefixes are long enough for a catalog that has `others` more pieces.
+    The dict is empty if there are no entries. In a large catalog, prefixes are shortened. Their
+    length depends on the size of the catalog, so `others` must be the number of pieces in the other
+    segments.
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
@@ -739,18 +778,22 @@ def segment_of(
 
 
 def prefix_width(pairs: int, bits: int) -> int:
-    """Return the least width in bytes at which a collision among `pairs` is rarer than 2^-bits."""
+    """Return the shortest length of prefixes, in bytes, at which collisions are rare enough.
+
+    At this length, the probability of a collision among `pairs` pairs is below 2^-bits.
+    """
     return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 
 
 def with_more(
     catalog: Catalog, new: Collection[ListedContainer]
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return the segments of a catalog with new containers added and small segments merged.
+    """Return the segments of a catalog after the entries `new` are added to it.
 
-    The largest segment is not rewritten while the others together are small in comparison, so each
-    container is rewritten only a few times over many pushes. A new entry with more pieces replaces
-    an existing entry of the same container, from which a gc may have removed deltas.
+    Small segments are merged. The largest segment is not rewritten while the others together are
+    small in comparison, so each entry is rewritten only a few times over many pushes. If the
+    catalog has an entry for a container already, the new entry replaces it only if the new one has
+    more pieces, because a gc may have removed deltas from the old one.
     """
     if catalog.rebuilt:
         return segment_of({e.name: e for e in (*catalog.containers.values(), *new)}.values())
@@ -792,6 +835,6 @@ def _split(held: bytes, width: int) -> Iterator[bytes]:
 
 
 def prefixes(container: ListedContainer) -> Iterator[bytes]:
-    """Iterate over the digest prefixes of all pieces in an entry."""
+    """Iterate over the digest prefixes of all pieces in a container's entry."""
     yield from _split(container.alone, container.width)
     yield from _split(container.deltas, container.width)

@@ -1,7 +1,8 @@
 """Check that a server supports conditional writes, without which two pushes could lose a name.
 
-The first push to a remote runs the full check. Each later push repeats the cheapest part, since a
-remote may have been copied to another server. A remote is marked by an object `FORMAT`, its marker.
+The first push to a remote runs the full check. Each later push repeats the cheapest part, because
+the remote may have been copied to another server. The object `FORMAT`, called the marker, marks a
+bucket as a remote.
 """
 
 import secrets
@@ -28,11 +29,11 @@ _WRITERS = 8
 
 
 def prepare(bucket: Bucket) -> bool:
-    """Make a remote in an empty bucket, or check an existing one; return whether it is new.
+    """Make a remote in an empty bucket, or check an existing remote; return whether it is new.
 
     Raises:
-        NotARemoteError: something else is there.
-        NoConditionsError: the server ignores conditions of writes.
+        NotARemoteError: The bucket holds something else, or a remote whose marker is gone.
+        NoConditionsError: The server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
@@ -69,11 +70,12 @@ def prepare(bucket: Bucket) -> bool:
 def check_still(bucket: Bucket) -> None:
     """Check with one request that a remote whose catalog was read can be written to.
 
-    The marker's version is not checked: a later version of the layout has another catalog.
+    The version in the marker is not checked, because the catalog of a remote with a later version
+    could not have been read.
 
     Raises:
-        NotARemoteError: its marker is gone.
-        NoConditionsError: the server ignores conditions of writes.
+        NotARemoteError: The remote's marker is gone.
+        NoConditionsError: The server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
     if not bucket.put_if(layout.MARKER, marker, None):
@@ -88,8 +90,9 @@ def check_remote(bucket: Bucket) -> None:
     """Check that a bucket holds a remote of this version.
 
     Raises:
-        NotARemoteError: it is empty or holds something else.
-        NewerFormatError, DamagedRemoteError: its marker has a later version or is damaged.
+        NotARemoteError: The bucket is empty or holds something else.
+        NewerFormatError: The marker has a later version.
+        DamagedRemoteError: The marker is damaged.
     """
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
     if found is None:
@@ -108,13 +111,15 @@ def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
 def restore_marker(bucket: Bucket) -> str | None:
     """Check that a bucket holds a remote, and write its marker again if it is missing or damaged.
 
-    Returns what was wrong with the marker, or None if it is intact. A user without write access
-    gets the same result. A readable catalog shows that the bucket is a remote of this version. At
-    least one reference must be readable too, unless the catalog is empty.
+    Returns the fault of the marker as a text, or None if the marker is intact. Without write access
+    the result is the same, but the marker is not written. The bucket counts as a remote of this
+    version if its catalog is readable and, unless the catalog is empty, at least one reference is
+    readable too.
 
     Raises:
-        NotARemoteError: it holds something else, or too much beside the marker is lost to tell.
-        NewerFormatError: it is a remote of a later version.
+        NotARemoteError: The bucket holds something else, or so much besides the marker is lost that
+            it is open whether the bucket is a remote.
+        NewerFormatError: The bucket holds a remote of a later version.
     """
     # Whatever it was overwritten with.
     found, what = bucket.get(layout.MARKER, layout.HEAD_BYTES), "it was gone"
@@ -156,7 +161,13 @@ def _unreadable_references(bucket: Bucket, catalog: Catalog) -> str:
 
 
 def check_marker(bucket: Bucket, text: bytes) -> None:
-    """Check the text of a marker. Raises the errors of `check_remote`."""
+    """Check `text`, the content of a remote's marker.
+
+    Raises:
+        NotARemoteError: The marker is that of a store or of something else.
+        NewerFormatError: The marker has a later version.
+        DamagedRemoteError: The marker is damaged.
+    """
     if text.startswith(layout.STORE_TITLE):
         raise NotARemoteError.at(bucket.url, "it is the folder of a store, not a remote")
     with remote_damage(bucket.at(layout.MARKER)) as path:

@@ -1,6 +1,6 @@
 """Check the environment variables that obstore reads, and remove secrets from texts. No I/O.
 
-obstore panics on some invalid values without saying which variable is wrong.
+The check is needed because obstore panics on some invalid values, without naming the variable.
 """
 
 import os
@@ -53,11 +53,11 @@ _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGN
 
 
 def check_environment(url: str) -> None:
-    """Check the environment variables on which obstore would panic.
+    """Check the environment variables that obstore would read for `url` and may panic on.
 
     Raises:
-        RemoteUnreachableError: an endpoint variable is not a URL.
-        RemoteAccessError: a variable with a credential contains a line break.
+        RemoteUnreachableError: An endpoint variable is not a URL.
+        RemoteAccessError: A variable, such as one with a credential, contains a line break.
     """
     scheme = urlsplit(url).scheme
     for names in _ENDPOINTS.get(scheme, ()):
@@ -85,16 +85,17 @@ def _is_endpoint(value: str) -> bool:
 
 
 def allows_http(url: str) -> bool:
-    """Return whether the URL, or an endpoint variable in the environment, begins with http://."""
+    """Return whether the URL begins with http://, or an endpoint in the environment does."""
     names = [name for groups in _ENDPOINTS.values() for group in groups for name in group]
     endpoints = (os.environ.get(name, "") for name in (*names, _GOOGLE_KEY))
     return url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
 
 
 def told(text: str) -> str:
-    """Return the message of an obstore error on one line; of an XML document, its code and message.
+    """Return the essential part of an obstore error message, on one line.
 
-    The result may contain credentials; see `scrubbed`.
+    If the server answered with an XML document, its code and message replace the document. The
+    result may still contain credentials; `scrubbed` removes them.
     """
     text = " ".join(text.partition("Debug source")[0].split())
     document = _DOCUMENT.search(text)
@@ -106,7 +107,7 @@ def told(text: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """Return an obstore error message on one line, shortened and without credentials."""
+    """Return an obstore error message on one line, shortened, with all credentials removed."""
     text = told(text)
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRETS.search(name):

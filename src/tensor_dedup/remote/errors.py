@@ -1,4 +1,4 @@
-"""The errors of remotes. Each names the object by its URL, and none contains a credential.
+"""The errors about remotes. Their messages name objects by URLs, and contain no credentials.
 
 RemoteError
   - caused by use: RemoteUrlError, NotARemoteError, NoBucketError,
@@ -60,7 +60,7 @@ class RemoteUrlError(RemoteError):
 
 
 class NotARemoteError(RemoteError):
-    """There is no remote at this URL: it is empty, or something else is there."""
+    """There is no remote at this URL, because the place is empty or holds something else."""
 
     exit_status = NOBODY_THERE
     advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
@@ -75,13 +75,16 @@ class NotARemoteError(RemoteError):
 
 
 class NoBucketError(NotARemoteError):
-    """The bucket does not exist; a push does not create buckets."""
+    """The bucket does not exist, and a push does not create buckets."""
 
     advice = "check its name; if it is right, create the bucket with its provider's own tools"
 
 
 class TakenPlaceError(NotARemoteError):
-    """A push cannot make a remote here: the place is taken, or lies inside a store or remote."""
+    """A push cannot make a remote here, because the place is not empty or is inside another.
+
+    The place may hold something else, or lie inside the folder of a store or a remote.
+    """
 
     exit_status = WRONG_USE
     advice = "push to an empty folder or to one to be made, outside it"
@@ -114,7 +117,7 @@ class NoRangesError(RemoteUnreachableError):
 
 
 class UnlistedRemoteError(RemoteUnreachableError):
-    """A plain web server cannot list objects, so they have to be requested by name."""
+    """A plain web server cannot list objects, so checkpoints have to be requested by name."""
 
     exit_status = WRONG_USE
     advice = (
@@ -124,7 +127,7 @@ class UnlistedRemoteError(RemoteUnreachableError):
 
 
 class RemoteAccessError(RemoteError):
-    """The server refuses the credentials, or there are none."""
+    """The server refuses the credentials, or no credentials were found."""
 
     exit_status = NOBODY_THERE
     advice = "give the credentials of this service, or renew them if they have expired"
@@ -138,7 +141,7 @@ class RemoteAccessError(RemoteError):
 
 
 class NoConditionsError(RemoteError):
-    """The server ignores conditions of writes, so two pushes could lose a name."""
+    """The server ignores conditions of writes, so concurrent pushes could lose a name."""
 
     advice = "push to a server that keeps If-Match and If-None-Match; pulling from here is fine"
 
@@ -156,15 +159,15 @@ class UnknownRemoteNameError(UnknownNameError):
 
 
 class RemoteNameTakenError(NameTakenError):
-    """The name stands for another checkpoint at the destination of a push or pull."""
+    """At the destination of a push or pull, the name stands for another checkpoint."""
 
     advice = "choose another name, or replace it with --replace"
 
 
 class LostRemotelyError(AdvisedError):
-    """Base of the errors about missing or damaged content of a remote.
+    """Base of the errors about missing or damaged content of a remote or an OCI artifact.
 
-    The advice in the message depends on whether a remote or an OCI artifact is meant.
+    The message has different advice for a remote and for an artifact.
     """
 
     advice = (
@@ -186,11 +189,11 @@ class LostRemotelyError(AdvisedError):
 
 
 class DamagedRemoteError(LostRemotelyError, DamagedFileError):
-    """An object of a remote is damaged; none of its content was used."""
+    """An object on a remote is damaged; none of its content was used."""
 
 
 class MissingRemoteError(LostRemotelyError, MissingObjectError):
-    """An object that a checkpoint of a remote needs is missing."""
+    """An object that a checkpoint on a remote needs is missing."""
 
 
 class CorruptRemoteTensorError(LostRemotelyError, CorruptTensorError):
@@ -198,16 +201,17 @@ class CorruptRemoteTensorError(LostRemotelyError, CorruptTensorError):
 
 
 class UncertainRemoteError(UnfitForCollectionError):
-    """A gc cannot tell which objects of a remote are in use, so it deletes nothing."""
+    """A gc cannot determine which objects on a remote are in use, so it deletes nothing."""
 
     advice = "push the broken checkpoint again, or run `tensor-dedup remote delete URL NAME`"
 
 
 @contextmanager
 def remote_damage(where: str) -> Iterator[PurePath]:
-    """Convert decoding errors inside the block to DamagedRemoteError about the object `where`.
+    """Context manager: while it is active, decoding errors name the remote object `where`.
 
-    Yields the path to pass to the decoder.
+    A DamagedFileError becomes a DamagedRemoteError about the URL `where`; a NewerFormatError keeps
+    its class. The context manager yields a path, which the code inside passes to the decoder.
     """
     path = PurePath("object")
     try:
@@ -223,7 +227,10 @@ def remote_damage(where: str) -> Iterator[PurePath]:
 
 @contextmanager
 def as_far_as_allowed() -> Iterator[None]:
-    """Ignore refused writes inside the block, so that a check works with read access only."""
+    """Context manager: while it is active, a refused write ends the `with` block without an error.
+
+    So a check that also makes repairs can be used with read access only.
+    """
     try:
         yield
     except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):

@@ -1,9 +1,9 @@
-"""Holders: a list, for one checkpoint of a remote, of the containers that hold its pieces.
+"""Lists of holders: for each manifest on a remote, the containers that hold its pieces.
 
-The list is a cache that lies beside the manifest, in the form of a catalog segment. Only a pull
-uses it. Since a pull reads the tables of the listed containers anyway, a digest prefix that two
-pieces share costs it at most one more table, so the prefixes here may be shorter than those that a
-push relies on.
+A list of holders is a cache for pulls, in the form of a catalog segment. A pull reads the tables of
+the listed containers in any case. So if two pieces share a digest prefix, the pull reads at most
+one table too many. The prefixes in the list may therefore be shorter than those on which a push
+relies.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,10 +42,11 @@ SMALL_BYTES: Final = 32 << 20
 
 
 class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A container in a list of holders, with `stored`: the bytes that these pieces take in it.
+    """The entry of a container in a list of holders.
 
-    0 means unknown. For pieces stored as they are, the sizes are known from the manifest; for
-    encoded ones, only a store that has sent them or has the same encoding knows the size.
+    `stored` is the number of bytes that the listed pieces take in the container, or 0 if unknown.
+    The manifest says how large unencoded pieces are, so `stored` matters for encoded ones, whose
+    size is known only to a store that has sent them or has the same encoding.
     """
 
     stored: int = 0
@@ -56,17 +57,18 @@ class _Holders(CatalogSegment, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def stored_in(entry: ListedContainer) -> int:
-    """Return how many bytes the pieces of an entry take in its container, or 0 if unknown."""
+    """Return how many bytes the pieces listed in `entry` take in the container, or 0 if unknown."""
     return min(max(0, entry.stored), entry.nbytes) if isinstance(entry, HeldContainer) else 0
 
 
 def in_small_encoded(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> set[bytes]:
-    """Return the pieces in small containers that may have encoded pieces.
+    """Return those of the reused pieces that are in small containers and may be encoded.
 
-    Returns an empty set if there are only few small containers. `reused` maps a digest, and whether
-    the piece is held without a base, to its container.
+    `reused` describes pieces that a push need not send. Its keys are pairs: the digest of a piece,
+    and whether the piece is stored without a base. Its values are containers. The result is empty
+    if there are only a few small containers.
     """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
@@ -75,10 +77,11 @@ def in_small_encoded(
 
 
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
-    """Return the encoded sizes in bytes of pieces on the remote, as far as this store knows.
+    """Return the sizes in bytes that pieces probably take on the remote, by digest.
 
-    Of several encoded copies the smallest size counts. A piece that is stored here as it is has no
-    size, because another program may have encoded it, unless it is too small to be encoded.
+    The sizes are those of the encoded copies in the local store `source`; if there are several
+    copies of a piece, the smallest counts. A piece that is unencoded in the store is left out,
+    because another program may have pushed it encoded, unless it is too small to be encoded.
     """
     found = dict[bytes, int]()
     for digest in digests:
@@ -92,9 +95,10 @@ def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]
 def relied_on(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> Iterator[ListedContainer]:
-    """Iterate over catalog entries that list only these pieces, with prefixes of full length.
+    """Iterate over copies of catalog entries that list only the pieces in `reused`.
 
-    `reused` maps a digest, and whether the piece is held without a base, to its container.
+    The keys of `reused` are pairs: the digest of a piece, and whether the piece is stored without a
+    base. The values are containers. The prefixes in the copies have their full length.
     """
     held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
     for (digest, alone), container in reused.items():
@@ -112,9 +116,10 @@ def put_holders(
     containers: Iterable[ListedContainer],
     sizes: Mapping[bytes, int],
 ) -> None:
-    """Write the list of containers that hold the pieces of a manifest, with shortened prefixes.
+    """Write the list of the `containers` that hold the pieces of `manifest`.
 
-    `sizes` has the stored size in bytes of some of these pieces.
+    Prefixes in the list are shortened. `sizes` maps digests of pieces to their stored sizes in
+    bytes, as far as these are known.
     """
     held = [*containers]
     if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
@@ -137,13 +142,14 @@ def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedCont
 
 
 def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
-    """Read which containers hold the pieces of a manifest; None if there is no such list.
+    """Read a manifest's list of holders as a catalog, or return None if there is no list.
 
-    The list is a cache and may name containers that a gc has deleted.
+    The list is a cache and may name containers that a gc has deleted. `pieces` are the pieces of
+    the manifest, which limit the size of the list.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: it cannot be read, or is larger than one for these
-            pieces can be.
+        DamagedRemoteError: The list is damaged, or too large for these pieces.
+        NewerFormatError: The list has a later version.
     """
     key = layout.holders_key(manifest)
     # Each piece is named once, and once what it is against: a base, and all of its leaves but one.
@@ -170,10 +176,15 @@ def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Cata
 def fault_of(
     held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
 ) -> str | None:
-    """Return what is wrong with a manifest's list of holders, or None if nothing is.
+    """Return the fault of a manifest's list of holders as a text, or None if it has no fault.
 
-    Returns an empty string if the list is only outdated or incomplete: it names containers that are
-    not `there`, or has none for a piece.
+    `held` is the list as it was read, or the error of reading it, or None if there is no list.
+    `there` is the catalog of the remote's tables, with which the list is compared. The result is:
+
+    * None if there is no list, or the list is right;
+    * an empty string if the list is outdated (it names containers that are not in `there`) or
+      incomplete (it does not name a container for each of the `pieces`);
+    * a description if the list is damaged or contradicts a table.
     """
     if held is None:
         return None

@@ -1,4 +1,4 @@
-"""The inventory of a remote: its objects, and which of them its references lead to."""
+"""The inventory of a remote: its objects, and the pieces that its references lead to."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,11 @@ UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFault:
-    """A fault on a remote: the URL of the object, what is wrong, and the checkpoints it affects."""
+    """A fault of an object on a remote.
+
+    `url` is the URL of the object, `what` describes the fault, and `affected` has the names of the
+    checkpoints that the fault affects.
+    """
 
     url: str
     what: str
@@ -42,19 +46,20 @@ class RemoteFault:
 
 
 def names(bucket: Bucket) -> list[str]:
-    """Return the names that have a reference, including deleted names, sorted."""
+    """Return all names that have a reference on the remote, sorted; deleted names are included."""
     found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
     return sorted(name for name in found if name is not None)
 
 
 @dataclass
 class RemoteInventory:
-    """All objects of a remote, and the manifests and tables that were read.
+    """The inventory of a remote: its objects, and the content of its manifests and tables.
 
-    `unreadable` has faults of containers and their tables, by key; it is open whether a checkpoint
-    needs them. Containers in `newer` were written by a later version: their content is unknown, and
-    they are not damaged. `broken` has the names of manifests that references lead to and that
-    cannot be read completely.
+    `objects` maps keys to statuses, and `deleted` has the names that were deleted. `problems` has
+    the faults that were found, except for those in `unreadable`, which maps the keys of containers
+    to faults of the container or its table; a checkpoint may or may not need these containers.
+    `newer` has the containers that were written by a later version, whose content is unknown.
+    `broken` has the names of manifests that a reference names and that cannot be read completely.
     """
 
     manifests: list[RemoteManifest] = field(default_factory=list)
@@ -67,11 +72,11 @@ class RemoteInventory:
     broken: set[str] = field(default_factory=set)
 
     def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
-        """Return whether the objects at `keys` are unchanged since an earlier inventory."""
+        """Return whether the objects at `keys` exist and are as in the inventory `earlier`."""
         return all(k in self.objects and self.objects[k] == earlier.objects.get(k) for k in keys)
 
     def live(self) -> dict[bytes, list[str]]:
-        """Return, for each digest of a piece, the names of the checkpoints that need it."""
+        """Return the pieces that checkpoints need: a dict from digests to names of checkpoints."""
         users: dict[bytes, list[str]] = {}
         for found in self.manifests:
             for digest in {piece.digest for piece in found.pieces if piece.nbytes}:
@@ -79,14 +84,15 @@ class RemoteInventory:
         return users
 
     def held(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """Return the records of the pieces in each container, by digest."""
+        """Return the pieces in each container: for each piece, its entry (record) in the table."""
         return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
 
     def lost(self, without: Collection[tuple[ContainerId, bytes]] = ()) -> dict[bytes, list[str]]:
-        """Return the lost pieces, each with the names of the checkpoints that need it.
+        """Return the lost pieces: a dict from digests to the names of checkpoints that need them.
 
-        A piece is lost if no container has it, or only as a delta whose base is in no container.
-        `without` has pairs of container and digest that do not count.
+        A piece is lost if no container holds it, or if containers hold it only as a delta whose
+        base is in no container. `without` has pairs of a container and a digest; the copies of
+        pieces that these pairs name are taken as missing.
         """
         held = {
             c: {d: record for d, record in records.items() if (c, d) not in without}
@@ -97,7 +103,7 @@ class RemoteInventory:
 
 
 def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Return the records of each container without deltas whose base is in no container."""
+    """Return `held` without the deltas whose base is in no container, which cannot be read."""
     alone = {d for records in held.values() for d, record in records.items() if record.base is None}
     return {
         container: {d: r for d, r in records.items() if alone.issuperset(r.bases)}
@@ -106,11 +112,11 @@ def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
 
 
 def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
-    """List all objects and read all references, manifests, pages and tables.
+    """List all objects of a remote, and read all references, manifests, pages and tables.
 
-    Objects that cannot be read are reported in the result. References are read after the listing,
-    so objects that a push adds meanwhile are not in the list and are not taken for garbage.
-    Immutable objects that are listed as in the earlier inventory `known` are not read again.
+    Objects that cannot be read are reported in the result. Objects that a concurrent push adds are
+    not taken for garbage, because the objects are listed before the references are read. `known` is
+    an earlier inventory; an immutable object with the same status as in `known` is not read again.
     """
     known = known or RemoteInventory()
     found = RemoteInventory()

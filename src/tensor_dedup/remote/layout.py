@@ -1,6 +1,7 @@
 """The layout of a remote: the keys of its objects, and the texts of references. No I/O.
 
-A remote has the files of a store except its index, as objects. FORMAT.md specifies the layout.
+A remote has the same files as a store, except for the index, and each file is an object. FORMAT.md
+specifies the layout.
 """
 
 import re
@@ -44,17 +45,21 @@ _PASSING: Final = re.compile(
 
 
 def ref_key(name: str) -> str:
-    """Return the key of the reference of a name. Raises BadNameError for an invalid name."""
+    """Return the key of the reference of the checkpoint `name`.
+
+    Raises:
+        BadNameError: The name is not valid.
+    """
     return f"{REFS}{file_of(name)}"
 
 
 def name_of_ref(key: str) -> str | None:
-    """Return the name whose reference has this key, or None if it is not the key of a reference."""
+    """Return the name whose reference lies under `key`, or None if no reference can lie there."""
     return name_in(key.removeprefix(REFS))
 
 
 def manifest_key(name: str) -> str:
-    """Return the key of a manifest or of one of its pages."""
+    """Return the key of the manifest or manifest page `name`."""
     return f"{MANIFESTS}{name[:2]}/{name}"
 
 
@@ -69,42 +74,52 @@ def table_key(name: str) -> str:
 
 
 def holders_key(manifest: str) -> str:
-    """Return the key of the list of the containers that hold the pieces of a manifest."""
+    """Return the key of a manifest's list of holders, which are the containers of its pieces."""
     return f"{HOLDERS}{manifest[:2]}/{manifest}"
 
 
 def segment_key(name: str) -> str:
-    """Return the key of a segment of the catalog."""
+    """Return the key of the catalog segment `name`."""
     return f"{CATALOG}{name}"
 
 
 def trash_key(name: str) -> str:
-    """Return the key of a list of condemned objects."""
+    """Return the key of the list of condemned objects `name`."""
     return f"{TRASH}{name}"
 
 
 def object_of(key: str) -> str | None:
-    """Return the name in a key of a manifest, page, table or holders list; else None."""
+    """Return the name in the key of a manifest, page, table or list of holders.
+
+    Returns None if the key has another form.
+    """
     found = _OBJECT.fullmatch(key)
     return found[2] if found is not None and found[3] is None else None
 
 
 def is_passing(key: str) -> bool:
-    """Return whether a key is that of a catalog segment, a list of condemned keys, or a temporary.
+    """Return whether `key` is that of an object that a remote replaces or removes regularly.
 
-    Objects with other keys in these folders do not belong to the remote.
+    These are catalog segments, lists of condemned objects and temporary objects. In their folders,
+    an object with another key does not belong to the remote.
     """
     return _PASSING.fullmatch(key) is not None
 
 
 def container_of(key: str) -> ContainerId | None:
-    """Return the container with this key, or None if the key is not that of a known kind."""
+    """Return the container that `key` names, or None if `key` is not the key of a container.
+
+    The key of a container of an unknown kind gives None too.
+    """
     found = _OBJECT.fullmatch(key) if key.startswith(CONTAINERS) else None
     return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
 
 
 def is_known(key: str) -> bool:
-    """Return whether a key is that of a reference or of an object that references lead to."""
+    """Return whether `key` is that of a reference, or of an object that a reference leads to.
+
+    Objects that a reference leads to are manifests, pages, lists of holders, containers and tables.
+    """
     if key.startswith(CONTAINERS):
         return container_of(key) is not None
     if key.startswith(REFS):
@@ -113,17 +128,19 @@ def is_known(key: str) -> bool:
 
 
 def reference(name: str, manifest: str | None) -> bytes:
-    """Return the text of a reference, or of a deleted name if `manifest` is None."""
+    """Return the text of the reference of `name`; with a `manifest` of None, of a deleted name."""
     if manifest is None:
         return frames.encode_text([_DELETED, f"name {name}"])
     return ref_text(name, manifest)
 
 
 def referred(text: bytes, name: str, where: str) -> str | None:
-    """Return the manifest that the text of a reference names, or None if the name was deleted.
+    """Return the manifest that a reference names, or None if the name was deleted.
+
+    `text` is the content of the reference of `name`, read at the URL `where`.
 
     Raises:
-        DamagedRemoteError: it is not a reference, or that of another name.
+        DamagedRemoteError: The text is not a reference, or is the reference of another name.
     """
     if text == reference(name, None):
         return None
@@ -136,15 +153,16 @@ def referred(text: bytes, name: str, where: str) -> str | None:
 
 
 def damaged_state(tag: str) -> str:
-    """Return a placeholder for the state of a damaged reference, made from its tag."""
+    """Return a text that stands for the manifest of a damaged reference with this `tag`."""
     return f"damaged {tag}"
 
 
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return the state of a reference: its manifest, None if deleted, or a placeholder if damaged.
+    """Return the state of the reference of `name`, which `Bucket.get` returned as `found`.
 
-    `found` is the result of `Bucket.get`. The placeholder (`damaged_state`) is enough to replace or
-    delete a damaged reference.
+    The state is the manifest that the reference names, None if the name was deleted, or, if the
+    reference is damaged, a placeholder (`damaged_state`). The placeholder suffices to replace or
+    delete the reference.
     """
     try:
         return referred(found[0], name, where)

@@ -10,9 +10,9 @@ _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boottime() -> float:
-    """Return the seconds since this machine was started, including the time it slept.
+    """Return the seconds since this machine was started, including the time in sleep.
 
-    Other machines judge by the server's clock, which does not stop, so intervals must be measured
-    with a clock that does not stop either.
+    Leases are measured with this clock, because other machines use the server's clock, which does
+    not stop while this machine sleeps.
     """
     return time.clock_gettime(_CLOCK)

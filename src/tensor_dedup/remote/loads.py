@@ -1,8 +1,9 @@
 """The containers that a push sends, planned from the pieces that the remote lacks.
 
-A piece is sent in its encoded form (compressed, or as a delta from a base) if that is smaller and
-its base is on the remote or is sent too; otherwise it is sent as it is. The parts of a piece, which
-are single leaves stored as pieces, are sent along if the remote lacks them.
+A piece is sent in an encoded form (compressed, or as a delta from a base) if the store has a form
+that is smaller, and if the base is on the remote or is sent too. Otherwise the piece is sent
+unencoded. A piece may refer to parts, which are single leaves that are stored as pieces. Parts that
+the remote lacks are sent too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,9 +42,11 @@ _Place: TypeAlias = tuple[ContainerId, Record]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A container to send: its table, and for each record the place of its bytes in the store.
+    """A container that a push is to send.
 
-    A source of None means that the piece is sent unencoded.
+    `table` lists the pieces of the container, and `frame` is the encoded table. `sources` has, for
+    each piece in the table, the place of its encoded copy in the store, or None if the piece is
+    sent unencoded.
     """
 
     container: ContainerId
@@ -58,9 +61,10 @@ class Load:
 
 
 class DamagedRecordError(Exception):
-    """An encoded copy of a piece in the local store is damaged; another copy has to be used.
+    """A piece could not be read from the local store in the form that was planned.
 
-    If the piece was read unencoded, `cause` is the error: the store has no intact copy of it.
+    `cause` is None if an encoded copy is damaged; the piece may then be sent in another form. If
+    the piece was to be sent unencoded, the store has no intact copy, and `cause` is the error.
     """
 
     def __init__(self, digest: bytes, cause: StoreError | None = None) -> None:
@@ -69,10 +73,9 @@ class DamagedRecordError(Exception):
 
 
 class Planner:
-    """Plans in which form pieces are sent and in which container. Use it from one thread.
+    """Plans in which form and in which container each piece is sent. Use it from one thread only.
 
-    The same input gives the same plan, except for copies that were noted as damaged. `sizes` has
-    the digests of all pieces of the checkpoints that are pushed.
+    `sizes` has the digests of all pieces of the checkpoints that are pushed.
     """
 
     def __init__(self, sizes: Collection[bytes]) -> None:
@@ -83,9 +86,13 @@ class Planner:
     def plan(
         self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
     ) -> list[Load]:
-        """Return the containers to send for the `missing` pieces, whose sizes are given by digest.
+        """Return the containers in which the `missing` pieces are to be sent.
 
-        The result is the same each time for the same input.
+        `missing` maps the digests of pieces to their sizes, and `catalog` says what the remote has.
+        The same arguments give the same result, except that copies passed to `note` are avoided.
+
+        Raises:
+            MissingObjectError: The store `source` does not have one of the pieces.
         """
         chosen = {d: self._encoded(source, d, missing, catalog) for d in missing}
         bases = {base for place in chosen.values() if place for base in place[1].bases}
@@ -168,10 +175,10 @@ class Planner:
         return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
 
     def note(self, error: DamagedRecordError) -> None:
-        """Record a damaged copy, so that the next plan avoids it.
+        """Record the damaged copy that `error` is about, so that the next plan avoids the copy.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the store has no intact copy of a piece.
+            CorruptTensorError, MissingObjectError: The store has no intact copy of a piece.
         """
         if error.cause is None:
             self._damaged.add(error.digest)
@@ -186,11 +193,12 @@ class Planner:
 
 
 def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
-    """Arrange records in containers, in their order.
+    """Distribute pieces among containers, in the order of `records`; yield the containers.
 
-    A container takes pieces until it has CONTAINER_BYTES. A larger piece gets a container of its
-    own and does not close the current one. When a push is resumed after its first containers were
-    sent, the remaining ones are laid out as before.
+    Each item of `records` is the entry of a piece for the table of its container, with the source
+    that `Load.sources` is to have. A container takes pieces until it has CONTAINER_BYTES. A larger
+    piece gets a container of its own and does not end the current container. So if a push is
+    resumed after its first containers were sent, the remaining containers are the same as before.
     """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []
@@ -224,7 +232,11 @@ def _load(
 
 
 def fill(source: StoredPieces, load: Load, view: memoryview) -> None:
-    """Fill `view` with the bytes of a container; its size is `load.nbytes`. Raises as `content`."""
+    """Fill `view`, whose size is `load.nbytes`, with the bytes of the container `load`.
+
+    Raises:
+        DamagedRecordError: A copy in the store is damaged.
+    """
     at = 0
 
     def part(nbytes: int) -> memoryview:
@@ -243,12 +255,13 @@ def _memory(nbytes: int) -> memoryview:
 def content(
     source: StoredPieces, load: Load, memory: Callable[[int], memoryview] = _memory
 ) -> Iterator[memoryview]:
-    """Iterate over the bytes of a container in chunks, verified as they are read from the store.
+    """Iterate over the bytes of the container `load` in chunks.
 
-    `memory` returns a buffer of a given size for each chunk.
+    Chunks are verified when they are read from the store `source`. `memory(nbytes)` returns the
+    buffer for a chunk.
 
     Raises:
-        DamagedRecordError: a copy in the store is damaged.
+        DamagedRecordError: A copy in the store is damaged.
     """
     at = 0
     for record, place in zip(load.table.records, load.sources, strict=True):

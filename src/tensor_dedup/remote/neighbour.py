@@ -26,16 +26,17 @@ def copy_checkpoint(
     replace: bool = False,
     seen: set[bytes] | None = None,
 ) -> TransferResult:
-    """Copy a checkpoint from one store to another.
+    """Copy the checkpoint `name` from the store `source` to the store `target`.
 
-    Each store is given as a pair of its objects and a function that opens a session. `seen` has the
-    digests of pieces that are counted in earlier results; those of this checkpoint are added.
+    Each store is given as a pair of its objects and a function that opens a session. Pieces whose
+    digests are in `seen` are not counted in the result, because earlier results count them; the
+    digests of this checkpoint's pieces are added to `seen`.
 
     Raises:
-        UnknownNameError: the source has no checkpoint of this name.
-        RemoteNameTakenError: the name stands for another checkpoint in the target, and `replace` is
+        UnknownNameError: The source has no checkpoint of this name.
+        RemoteNameTakenError: The name stands for another checkpoint in the target, and `replace` is
             False.
-        CorruptTensorError, MissingObjectError: the source has no intact copy of a piece.
+        CorruptTensorError, MissingObjectError: The source has no intact copy of a piece.
     """
     began = time.monotonic()
     (objects, session), (there, session_there) = source, target

@@ -21,16 +21,17 @@ _log = logging.getLogger(__name__)
 def pull_missing(
     store: LocalStore, name: str, remote: Remote | str | None
 ) -> TransferResult | None:
-    """Pull a checkpoint that the store lacks; return None if it has it or `remote` is None.
+    """Pull the checkpoint `name` from `remote` if the store does not have it.
 
-    If the store has the name, the remote is not asked, even if it has another checkpoint under it.
-    Of several processes one pulls and the others wait for it. Progress is logged.
+    Returns None, without a request, if the store has the name or `remote` is None; so a different
+    checkpoint under this name on the remote is not noticed. If several processes need the same
+    checkpoint, one pulls and the others wait. Progress is logged.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name. The name of a run, whose
-            steps are checkpoints, does not count.
-        RemoteError: the remote cannot be used.
-        StoreError: the remote's content is damaged, or the store failed. Nothing was committed.
+        UnknownRemoteNameError: The remote has no checkpoint of this name. The name of a run is not
+            the name of a checkpoint.
+        RemoteError: The remote cannot be used.
+        StoreError: The remote's content is damaged, or the store failed. Nothing was committed.
     """
     if remote is None or store.manifest(check_name(name)) is not None:
         return None

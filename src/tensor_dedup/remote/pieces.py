@@ -1,7 +1,7 @@
-"""Read pieces of a remote, downloaded in long ranges ahead of the reader.
+"""Read pieces from a remote, which are downloaded in long ranges ahead of the reader.
 
-Bytes from the server are never trusted. Those that `RemotePieces` decodes are compared with their
-leaf digests; those that it returns as stored have to be verified by the caller.
+Bytes from the server are never trusted. `RemotePieces` compares the bytes that it decodes with
+their leaf digests. If it returns bytes as they are stored, the caller has to verify them.
 """
 
 import threading
@@ -41,12 +41,15 @@ _AHEAD: Final = 4
 
 
 def waste_of(nbytes: int) -> int:
-    """Return how many unneeded bytes a download of `nbytes` may include to save requests."""
+    """Return how many unneeded bytes a pull of `nbytes` may download to save requests."""
     return int(nbytes * _WASTE_SHARE) + _WASTE_BYTES
 
 
 def name_of(digest: bytes, names: Mapping[bytes, str]) -> str:
-    """Return the name of a piece for messages; `names` has the names of tensors by digest."""
+    """Return the name of the piece `digest` for messages.
+
+    `names` maps digests to names of tensors. A piece without a name is described in general words.
+    """
     return names.get(digest, "a header or small file, or what others need")
 
 
@@ -94,10 +97,10 @@ class _Download:
 
 
 class RemotePieces:
-    """A set of pieces of a remote, downloaded in the background. Implements `PieceSource`.
+    """A set of pieces on a remote that are downloaded in the background. Implements `PieceSource`.
 
-    Read the pieces in the order of `arriving`, from any thread. Close the object, or use it as a
-    context manager.
+    Read the pieces in the order of `arriving`, from any thread. Afterwards call `close`, or use the
+    object as a context manager.
     """
 
     def __init__(
@@ -108,9 +111,13 @@ class RemotePieces:
         bases: StoredPieces | None = None,
         wholes: Mapping[ContainerId, memoryview] | None = None,
     ) -> None:
-        """Begin to download; `bases` has what deltas among the pieces are against.
+        """Start to download the pieces.
 
-        `wholes` has containers that are here already, to be fetched only where they are wrong.
+        * `places` maps the digest of each piece to its container and its entry in the table.
+        * `names` maps digests to names of tensors, for messages.
+        * `bases` has the bases of the pieces that are stored as deltas.
+        * `wholes` has the content of containers that were downloaded already. A range of these is
+          downloaded again only if its bytes are wrong.
         """
         self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
         self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
@@ -132,11 +139,11 @@ class RemotePieces:
         self.close()
 
     def arriving(self) -> Iterator[bytes]:
-        """Iterate over the digests of the pieces, those that have arrived first.
+        """Iterate over the digests of the pieces in the order in which the pieces arrive.
 
-        Read each piece before the next is requested. Several ranges are downloaded at once and are
-        consumed as they arrive, so that a pull that is killed has already stored most of what it
-        received.
+        Read each piece before requesting the next digest. Several ranges are downloaded at once,
+        and each is consumed when it arrives, so a pull that is killed has already stored most of
+        the bytes that it received.
         """
         waiting: dict[int, deque[bytes]] = {}
         for digest in self.order:
@@ -156,7 +163,7 @@ class RemotePieces:
                 del waiting[arrived]
 
     def stop(self) -> None:
-        """Start no further downloads; `arriving` yields only pieces that are under way already."""
+        """Start no further downloads; `arriving` then yields only pieces already under way."""
         with self._changed:
             self._stopped = True
             self._ahead.clear()
@@ -192,7 +199,7 @@ class RemotePieces:
         return None if may_wait else first
 
     def close(self) -> None:
-        """Stop downloading. Concurrent reads raise an error."""
+        """End all downloads. Reads in other threads then raise an error."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
         with self._changed:
@@ -202,15 +209,25 @@ class RemotePieces:
             self._changed.notify_all()
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the container and the record of a piece, as a list with one item."""
+        """Return where a piece is stored: a list of one container and the piece's table entry.
+
+        Raises:
+            KeyError: The piece is not in this set.
+        """
         return [self._places[digest]]
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the record of a piece in a list; an empty list if the piece is not in this set."""
+        """Return the table entry (record) of a piece as a list of one.
+
+        The list is empty if the piece is not in this set.
+        """
         return [self._places[digest][1]] if digest in self._places else []
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with stored bytes of a container, unverified; False if out of range."""
+        """Fill `view` with the stored bytes of a container from `offset` on, unverified.
+
+        Returns False if the range is not part of the pieces in this set.
+        """
         at = 0
         while at < view.nbytes:
             number = bisect_right(self._starts, (container, offset + at)) - 1
@@ -318,10 +335,12 @@ class RemotePieces:
         return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
-        """Fill `view` with a verified leaf of a base, read from the store; return its digest.
+        """Fill `view` with a verified leaf of the base `digest`; return the digest of the leaf.
+
+        `start` is the offset of the leaf. Bases are read from the store, not from the remote.
 
         Raises:
-            MissingRemoteError: the store does not have the base.
+            MissingRemoteError: The store does not have the base.
         """
         if self._bases is None or digest not in self._bases:
             what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
@@ -329,10 +348,12 @@ class RemotePieces:
         return self._bases.read_leaf(digest, start, view)
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with verified whole leaves of a piece, and return their digests.
+        """Fill `view` with whole leaves of a piece, verified, and return the digests of the leaves.
+
+        Bytes that do not match their digests are downloaded once more.
 
         Raises:
-            CorruptRemoteTensorError: the bytes are wrong, and again when downloaded a second time.
+            CorruptRemoteTensorError: The bytes do not match after the second download either.
         """
         container, record = self._places[digest]
         if record.codec != PLAIN:
@@ -393,10 +414,10 @@ class RemotePieces:
 
 
 class LostPieces:
-    """Pieces that an earlier pull of several could not get, so that later ones fail at once.
+    """The pieces that could not be pulled while a run or several checkpoints are pulled.
 
-    Without it, each pull would first download everything before the lost piece. Use it from one
-    thread. It is false while nothing is lost.
+    A later checkpoint that needs one of these pieces then fails at once, without downloading its
+    other pieces first. The object is false while no piece is lost. Use it from one thread only.
     """
 
     def __init__(self) -> None:
@@ -413,7 +434,10 @@ class LostPieces:
         return self._is_any
 
     def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Record the error that ended a pull of `wanted`, which has sizes of pieces by digest."""
+        """Record the lost piece or place that `error` is about.
+
+        `error` ended the pull of a checkpoint; `wanted` maps the digests of its pieces to sizes.
+        """
         self._is_any = True
         facts = error.facts
         lost = bytes.fromhex(str(facts.get("digest", "")))
@@ -432,9 +456,13 @@ class LostPieces:
         return is_cut or (container.name, record.offset) in self._spoilt
 
     def check(self, wanted: Mapping[bytes, int], names: Mapping[bytes, str], where: str) -> None:
-        """Raise MissingRemoteError if one of the pieces in `wanted` is known to be lost.
+        """Check that none of the pieces in `wanted` is known to be lost.
 
-        `where` is the URL that the message names.
+        `wanted` maps digests to sizes. For the message, `names` maps digests to names of tensors,
+        and `where` is the URL.
+
+        Raises:
+            MissingRemoteError: One of the pieces is known to be lost.
         """
         for piece in wanted.items():
             if piece in self._pieces:
@@ -446,9 +474,13 @@ class LostPieces:
         names: Mapping[bytes, str],
         where: str,
     ) -> None:
-        """Raise MissingRemoteError if one of these places is known to be missing or damaged.
+        """Check that no place from which pieces are to be read is known to be missing or damaged.
 
-        `where` is the URL that the message names.
+        `places` maps digests to a container and the piece's entry in its table. For the message,
+        `names` maps digests to names of tensors, and `where` is the URL.
+
+        Raises:
+            MissingRemoteError: One of the places is known to be missing or damaged.
         """
         for digest, place in places.items():
             if self._is_lost(*place):

@@ -1,11 +1,17 @@
 """Pull a checkpoint from a remote: only pieces that the store lacks are transferred.
 
-A pull reads the reference, the manifest and its pages, and finds out which pieces the store lacks.
-It finds their containers in the manifest's list of holders or, if that is not usable, in the
-catalog. It reads the tables of these containers, downloads ranges of them, and commits as an import
-does. Every manifest, page and table is compared with its digest, and every leaf with its own,
-before anything refers to it, so a remote cannot put wrong bytes into a store. Pieces that an
-interrupted pull has completed are found by the next one.
+A pull takes these steps:
+
+1. Read the reference, the manifest and the manifest's pages, and determine the pieces that the
+   store lacks.
+2. Find the containers with these pieces in the manifest's list of holders or, if that list cannot
+   be used, in the catalog.
+3. Read the tables of these containers, and download ranges of the containers.
+4. Commit the checkpoint in the same way as an import.
+
+A remote cannot put wrong bytes into a store, because every manifest, page, table and leaf is
+compared with its digest before the store refers to it. Pieces that an interrupted pull has received
+completely are found by the next pull.
 """
 
 import time
@@ -80,9 +86,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """A checkpoint of a remote: its manifest, and all of its pieces in order.
+    """The manifest of a checkpoint on a remote, with all pieces of the checkpoint in order.
 
-    `blobs` has the encoded pages and the encoded manifest, by name.
+    `name` is the name of the checkpoint, `manifest` that of the manifest, and `content` the decoded
+    manifest. `blobs` maps names to the encoded manifest and the encoded pages of the manifest.
     """
 
     name: str
@@ -93,12 +100,12 @@ class RemoteManifest:
 
 
 def read_ref(bucket: Bucket, name: str) -> str:
-    """Return the name of the manifest that a name refers to.
+    """Return the name of the manifest for which the checkpoint name `name` stands.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        NotARemoteError: there is no remote.
-        DamagedRemoteError: the reference is damaged.
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        NotARemoteError: There is no remote.
+        DamagedRemoteError: The reference is damaged.
     """
     manifest = find_ref(bucket, name)
     if manifest is None:
@@ -108,10 +115,12 @@ def read_ref(bucket: Bucket, name: str) -> str:
 
 
 def find_ref(bucket: Bucket, name: str) -> str | None:
-    """Return the name of the manifest that a name refers to, or None if there is no such name.
+    """Return the name of the manifest for which the checkpoint name `name` stands.
+
+    Returns None if the remote does not have the name, or if the name was deleted.
 
     Raises:
-        DamagedRemoteError: the reference is damaged.
+        DamagedRemoteError: The reference is damaged.
     """
     key = layout.ref_key(check_name(name))
     found = bucket.get(key, layout.TEXT_BYTES)
@@ -121,11 +130,14 @@ def find_ref(bucket: Bucket, name: str) -> str | None:
 def list_refs(
     bucket: Bucket, run: str | None = None, *, thorough: bool = False
 ) -> dict[str, ObjectStatus]:
-    """Return the status of each reference by name, sorted; with `run`, only those of its steps.
+    """Return the checkpoint names on a remote, sorted, each with the status of its reference.
 
-    References of deleted names stay on the remote. They are recognised by their size and left out
-    without being read. A damaged reference may have the same size; it is included if its tag is an
-    MD5 that differs or, with `thorough`, if the remote is a folder, where it is read.
+    With `run`, only steps and pins of this run are returned. The reference of a deleted name stays
+    on the remote; it is recognised by its size, without a request, and left out. A damaged
+    reference that happens to have this size is returned only in two cases:
+
+    * its tag shows that the content is different, as on servers where the tag is an MD5;
+    * the remote is a folder and `thorough` is True, so that references of this size are read.
     """
     found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
     for status in bucket.list(layout.REFS):
@@ -157,12 +169,15 @@ def read_manifest(
     manifest: str,
     known: Callable[[str], bytes | None] = lambda _: None,
 ) -> RemoteManifest:
-    """Read a manifest and its pages, and compare each with its digest.
+    """Read the manifest of the checkpoint `name` and its pages, and compare each with its digest.
 
-    `known(name)` returns the bytes of a page or manifest that the store already has, or None.
+    `manifest` is the name of the manifest. `known(name)` returns the bytes of a page or a manifest
+    if the store has it, else None. Pages and manifests in the store are not read from the remote.
 
     Raises:
-        MissingRemoteError, DamagedRemoteError, NewerFormatError: one cannot be read.
+        MissingRemoteError: The manifest or a page is missing.
+        DamagedRemoteError: The manifest or a page is damaged.
+        NewerFormatError: The manifest or a page has a later version.
     """
     blob, content = read_content(bucket, manifest, known)
     where = bucket.at(layout.manifest_key(manifest))
@@ -206,7 +221,12 @@ def read_content(
 ) -> tuple[bytes, Manifest]:
     """Read a manifest without its pages; return its bytes and the decoded manifest.
 
-    Raises the errors of `read_manifest`.
+    `known` is the same as for `read_manifest`.
+
+    Raises:
+        MissingRemoteError: The manifest is missing.
+        DamagedRemoteError: The manifest is damaged.
+        NewerFormatError: The manifest has a later version.
     """
     blob = known(manifest) or _object(bucket, manifest, layout.FRAME_BYTES)
     with remote_damage(bucket.at(layout.manifest_key(manifest))) as path:
@@ -232,22 +252,25 @@ def pull(
     seen: set[bytes] | None = None,
     lost: LostPieces | None = None,
 ) -> TransferResult:
-    """Pull a checkpoint into a store, under the same name, within a session of the store.
+    """Pull the checkpoint `name` into a store, where it gets the same name.
 
-    `here` are the parts of the session. If `listed`, the status of the reference, shows that it is
-    the same as the store's, it is not read. `seen` has the digests of pieces that are counted in
-    earlier results; those of this checkpoint are added, so a piece that several steps of a run
-    share is counted once. `lost` records pieces that could not be pulled; a checkpoint that needs
-    one fails before anything is transferred.
+    * `here` has the objects, the index and the hasher of an open session of the store.
+    * `listed` is the status of the reference from a listing. If it proves that the reference is the
+      same as in the store, the reference is not read.
+    * `seen` has the digests of pieces that earlier results count. The result does not count these
+      pieces again, and the digests of this checkpoint's pieces are added. So a piece that several
+      steps of a run share is counted once.
+    * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
+      the pull fails before anything is transferred.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteNameTakenError: the name stands for another checkpoint in the store, and `replace` is
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        RemoteNameTakenError: The name stands for another checkpoint in the store, and `replace` is
             False.
-        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote are
+        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: Objects on the remote are
             missing or damaged. Nothing was committed; received pieces are kept for the next
             attempt.
-        NoSpaceError: the disk has no room for the missing pieces.
+        NoSpaceError: The disk has no room for the missing pieces.
     """
     wanted = _look(bucket, name, here[0], replace, listed)
     return _bring(bucket, wanted, here, progress, seen, lost)
@@ -322,7 +345,10 @@ def _bring(
 
 
 def newly_seen(wanted: Mapping[bytes, int], seen: set[bytes] | None) -> int:
-    """Add these pieces to `seen`; return how many that are not empty were not in it before."""
+    """Add the pieces in `wanted` to `seen`; return how many of them `seen` did not have.
+
+    `wanted` maps digests to sizes. Pieces of 0 bytes are neither added nor counted.
+    """
     held = seen if seen is not None else set()
     before = len(held)
     held.update(digest for digest, nbytes in wanted.items() if nbytes)
@@ -337,11 +363,17 @@ def open_pulled(
     *,
     afresh: bool = False,
 ) -> StoredCheckpoint:
-    """Pull the pieces of a checkpoint into a store, within a session, and open the checkpoint.
+    """Pull the pieces of the checkpoint `name` into a store, and return the checkpoint, opened.
 
-    The store gets no name for it, so after the result is closed a gc may delete the pieces. With
-    `afresh` all pieces are pulled, even those that the store has, which may be damaged. Raises the
-    errors of `pull`.
+    `here` has the objects, the index and the hasher of an open session of the store. The store gets
+    no name for the checkpoint, so a gc may delete the pieces after the result is closed. With
+    `afresh`, pieces that the store has are pulled too, because these may be damaged.
+
+    Raises:
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: Objects on the remote are
+            missing or damaged.
+        NoSpaceError: The disk has no room for the missing pieces.
     """
     objects, index, _ = here
     manifest = read_ref(bucket, name)
@@ -436,10 +468,12 @@ def _frame_here(objects: Objects, name: str) -> bytes | None:
 
 
 def name_check(objects: Objects, name: str, manifest: str, replace: bool) -> Callable[[], None]:
-    """Return a function to call just before the name changes in the store; it raises on conflict.
+    """Return a function that checks whether a pull may set `name` to `manifest` in the store.
 
-    It raises RemoteNameTakenError if the name stands for another checkpoint and `replace` is False,
-    and the errors of `check_replaceable` for a step that must not be replaced.
+    Call the function just before the name is set. It returns None if the store does not have the
+    name, or has it for this manifest. If the name stands for another checkpoint, the function
+    raises RemoteNameTakenError unless `replace` is True, and the errors of `check_replaceable` if
+    the checkpoint is a step that must not be replaced.
     """
     step = parse_step_name(name)
 

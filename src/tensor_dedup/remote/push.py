@@ -1,9 +1,16 @@
 """Push checkpoints to a remote: only pieces that the remote lacks are transferred.
 
-The order is that of a commit on disk: containers and their tables, pages and manifests, a check
-that the objects the push relies on exist, the catalog, and last the references. So a name never
-appears before its pieces. An interrupted push leaves objects that nothing refers to. The next
-attempt finds these containers again, because their names depend on their content alone.
+A name must not appear before its pieces, so a push takes these steps in the order of a commit on
+disk:
+
+1. Write containers and their tables.
+2. Write manifests and manifest pages.
+3. Check that the objects on which the push relies exist.
+4. Write the catalog.
+5. Write the references.
+
+An interrupted push leaves objects to which nothing refers. The next attempt finds these containers
+again, because their names depend on their content alone.
 """
 
 import time
@@ -72,9 +79,10 @@ _LAST_CALLS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A checkpoint to push: its manifest's name and the sizes of its pieces, by digest (`wanted`).
+    """A checkpoint of the store that is to be pushed.
 
-    `blobs` has the encoded pages and the encoded manifest, by name.
+    `manifest` is the name of its manifest, and `nbytes` its size. `wanted` maps the digests of its
+    pieces to their sizes. `blobs` maps names to the encoded manifest and its encoded pages.
     """
 
     name: str
@@ -85,16 +93,17 @@ class Outgoing:
 
 
 class NameGuard:
-    """A hook that can veto the change of a name by a push. This base class allows all changes."""
+    """A check that can prevent a push from changing a name. This base class allows all changes."""
 
     def lock(self) -> AbstractContextManager[None]:
-        """Return a context manager that keeps the result of `check` valid during a change."""
+        """Return a context manager; while it is active, the result of `check` stays valid."""
         return nullcontext()
 
     def check(self, there: str | None) -> None:
-        """Raise an error if the name must not change; `there` is its current manifest, or None.
+        """Raise an error if the push must not change the name; otherwise return.
 
-        It is called when the push begins, and inside `lock` before each attempt.
+        `there` is the manifest for which the name stands on the remote, or None. The push calls
+        this method when it begins, and inside `with self.lock():` before each attempt.
         """
 
 
@@ -112,15 +121,17 @@ def push(
     guard: NameGuard | None = None,
     relatives: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
-    """Push checkpoints of one store, under the names that they have there.
+    """Push `checkpoints`, which are all in one store, under their own names.
 
-    `open_pieces` opens pieces of the store for reading. `relatives` returns other checkpoints of
-    the store that share manifest pages with these. Errors of `guard` are passed on.
+    `open_pieces` opens pieces in the store, given by their digests, for reading. `relatives`
+    returns other checkpoints of the store that share manifest pages with the pushed ones. `guard`
+    is asked before a name changes, and its errors end the push.
 
     Raises:
-        RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is False.
-        NoConditionsError: the server ignores conditions of writes; no checkpoint was written.
-        RemoteBusyError: other writers kept changing the remote.
+        RemoteNameTakenError: On the remote, a name stands for another checkpoint, and `replace` is
+            False.
+        NoConditionsError: The server ignores conditions of writes; no checkpoint was written.
+        RemoteBusyError: Other writers kept changing the remote.
     """
     began = time.monotonic()
     guard = guard or NameGuard()
@@ -568,13 +579,14 @@ class _Push:
 def refer(
     bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
 ) -> None:
-    """Set the reference of a name to a manifest or, with None, mark the name as deleted.
+    """Set the reference of a name to `manifest`; with a `manifest` of None, delete the name.
 
-    `check` is called with the current manifest, or None, before each attempt and may raise an
-    error.
+    Deleting replaces the reference by one that marks the name as deleted. `check` is called before
+    each attempt, with the state of the reference (`layout.state_of`) or None, and may raise an
+    error to prevent the change.
 
     Raises:
-        RemoteBusyError: other writers kept changing the name.
+        RemoteBusyError: Other writers kept changing the name.
     """
     key, text = layout.ref_key(name), layout.reference(name, manifest)
     for _ in range(_ATTEMPTS * 4):

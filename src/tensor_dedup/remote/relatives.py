@@ -1,9 +1,9 @@
-"""Find what a push need not check or send because a related checkpoint is on the remote.
+"""Find objects that a push need not send, because a related checkpoint is on the remote.
 
-A fine-tune shares most pages of its manifest, and most pieces, with its base. While a reference on
-the remote leads to the base, no gc deletes these within the lease. They may still have been lost,
-for example when the remote was copied incompletely, so a push checks that they exist, but does not
-read them.
+A fine-tune shares most manifest pages and most pieces with its base. While a reference on the
+remote leads to the base, no gc deletes these objects within the lease. The objects may still have
+been lost, for example if the remote was copied incompletely. So a push checks that they exist, but
+does not read them.
 """
 
 import math
@@ -41,9 +41,9 @@ _HEAD_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A checkpoint of the store that may share pages with those pushed.
+    """A checkpoint of the store that shares manifest pages with a checkpoint that is pushed.
 
-    `pages` are the names of its pages; `pieces` returns the digests of its pieces, and may raise a
+    `pages` are the names of its pages. `pieces` returns the digests of its pieces, and may raise a
     StoreError.
     """
 
@@ -54,10 +54,11 @@ class Relative:
 
 
 def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) -> list[Relative]:
-    """Return the checkpoints of a store that share some of these pages, those with most first.
+    """Return the checkpoints of a store that share some of these manifest pages.
 
-    Of several with equally many, the one that was named first comes first, since it may be the base
-    of the others. Checkpoints in `names`, and those that cannot be read, are left out.
+    The checkpoint that shares the most pages comes first. Among checkpoints that share equally
+    many, the one with the oldest reference comes first, since it may be the base of the others.
+    Checkpoints in `names`, and those that cannot be read, are left out.
     """
     wanted = {*pages}
     if len(wanted) < _FEWEST_PAGES:
@@ -84,10 +85,11 @@ def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) 
 
 
 def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool) -> Relative | None:
-    """Return the first of these checkpoints that the remote has under the same name, or None.
+    """Return the first of `candidates` that the remote has under the same name, or None.
 
-    With `surely` the reference is checked in a second request, in case the first answer was
-    outdated. Use it if nothing else shows that the checkpoint is complete.
+    Only the first few candidates are looked up. With `surely`, the reference is requested a second
+    time, because the first answer may be outdated; this is needed if nothing else shows that the
+    checkpoint is complete on the remote.
     """
     for relative, _ in zip(candidates, range(_ASKED), strict=False):
         key = layout.ref_key(relative.name)
@@ -106,9 +108,10 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool)
 def pages_there(
     bucket: Bucket, catalog: Catalog, relative: Relative, blobs: Collection[str], sent: int
 ) -> set[str]:
-    """Return which of these pages and manifests the relative has and the remote has too.
+    """Return those of the pages in `blobs` that `relative` has and that exist on the remote.
 
-    `sent` is the number of bytes of pieces that the push sends; it limits the cost of the check.
+    `sent` is the number of bytes of pieces that the push sends; the more it sends, the more the
+    check may cost.
     """
     common = {layout.manifest_key(part): part for part in blobs if part in relative.pages}
     # About so many are there: a push has two or more, and a page is of so many pieces.
@@ -128,11 +131,12 @@ def lost(
     *,
     mending: bool,
 ) -> set[ContainerId]:
-    """Return which of these containers are missing on the remote or have a wrong size.
+    """Return those of `containers` that are missing on the remote or have a wrong size.
 
-    With `mending`, containers whose table is missing are included: a pull can read the table in the
-    container, but a gc and a rebuilt catalog need the separate one. `sent` is the number of bytes
-    of pieces that the push sends, and `left` the number of bytes that the check may still cost.
+    With `mending`, containers whose separate table is missing are returned too. A pull can read the
+    table at the end of the container instead, but a gc and a rebuilt catalog need the separate one.
+    `sent` is the number of bytes of pieces that the push sends, and `left` the number of bytes that
+    the check may still cost.
     """
     count = len(catalog.containers) + _condemned(catalog, layout.CONTAINERS)
     keys = {layout.container_key(each): each for each in containers}

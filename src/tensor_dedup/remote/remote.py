@@ -33,14 +33,14 @@ DEFAULT_LEASE_HOURS = LEASE_S / 3600
 
 
 class Remote:
-    """A remote that stores push to and pull from; `Remote.open` opens one.
+    """A remote, to which stores push and from which they pull. Open one with `Remote.open`.
 
-    It keeps no connection open and is safe from any thread. Credentials are those that obstore
-    finds in the environment; a URL never contains one.
+    The object keeps no connection open. Safe from any thread. Credentials are those that obstore
+    finds in the environment; a URL must not contain credentials.
 
     Raises:
-        RemoteUnreachableError, RemoteAccessError: from any method, if the server does not answer or
-            refuses the request.
+        RemoteUnreachableError: From any method, if the server does not answer.
+        RemoteAccessError: From any method, if the server refuses the request.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -49,15 +49,19 @@ class Remote:
 
     @classmethod
     def open(cls, url: str | PathLike[str], *, files: Files | None = None) -> Self:
-        """Open a remote by its URL; no request is sent, and nothing is created.
+        """Open the remote at `url`; no request is sent, and nothing is created.
 
-        The URL is `s3://BUCKET/PREFIX`, `gs://`, `az://`, `file:///FOLDER` or a folder's path, or
-        `https://` for read access through a web server. `files` is the file system interface, which
-        tests replace.
+        The URL is one of:
+
+        * `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://CONTAINER/PREFIX`;
+        * `file:///FOLDER`, or the path of a folder;
+        * `https://HOST/PREFIX`, for read access through a web server.
+
+        `files` is the interface to the file system, which tests replace.
 
         Raises:
-            RemoteUrlError: the URL cannot name a remote, or contains a credential.
-            NotInstalledError: obstore, of the extra `remote`, is not installed.
+            RemoteUrlError: The URL cannot name a remote, or contains a credential.
+            NotInstalledError: The package obstore, of the extra `remote`, is not installed.
         """
         if not isinstance(url, (str, PathLike)):
             raise RemoteUrlError.at(repr(url), "it is neither text nor a path")
@@ -75,32 +79,32 @@ class Remote:
         return self.bucket.url
 
     def names(self) -> list[str]:
-        """Return the names of all checkpoints whose manifests can be read, sorted.
+        """Return the names of all checkpoints on the remote whose manifests can be read, sorted.
 
         Raises:
-            NotARemoteError: there is no remote.
+            NotARemoteError: There is no remote.
         """
         return [each.name for each in self.checkpoints() if each.manifest]
 
     def checkpoints(self, names: Sequence[str] | None = None) -> list[upkeep.RemoteCheckpoint]:
-        """Describe all checkpoints, or those in `names`, by name.
+        """Return a description of each checkpoint, or of those in `names`, sorted by name.
 
-        In the result, `damage` is set for checkpoints that cannot be read completely.
+        For a checkpoint that cannot be read completely, `damage` has the reason.
         """
         return upkeep.checkpoints(self.bucket, names)
 
     def steps(self, run: str) -> list[str]:
-        """Return the names of the steps of a run, in order; an empty list if there is no such run.
+        """Return the names of the steps of a run in order, without deleted steps.
 
-        Deleted steps are left out. If a checkpoint has the name itself, it is not a run. A plain
-        web server cannot list objects, so the list is empty there.
+        The list is empty if there is no such run, if `run` is the name of a checkpoint, or if the
+        remote is behind a plain web server, which cannot list objects.
         """
         return self._of_run(run, kept=False)
 
     def pins(self, run: str) -> list[str]:
-        """Return the names that pin steps of a run, in order, including pins of deleted steps.
+        """Return the names of the pins of a run in order, including pins of deleted steps.
 
-        Apart from that it works like `steps`.
+        The list is empty in the same cases as that of `steps`.
         """
         return self._of_run(run, kept=True)
 
@@ -124,58 +128,64 @@ class Remote:
             return True
 
     def read(self, name: str) -> RemoteManifest:
-        """Read the manifest and the list of pieces of a checkpoint; no tensor data is read.
+        """Read the manifest of the checkpoint `name` with its list of pieces, but no tensor data.
 
         Raises:
-            UnknownRemoteNameError: the remote has no checkpoint of this name.
-            MissingRemoteError, DamagedRemoteError: the manifest or a page is missing or damaged.
+            UnknownRemoteNameError: The remote has no checkpoint of this name.
+            MissingRemoteError, DamagedRemoteError: A part of the manifest is missing or damaged.
         """
         return read_manifest(self.bucket, name, read_ref(self.bucket, name))
 
     def usage(self) -> upkeep.RemoteUsage:
-        """Measure the space that the remote takes, and what each checkpoint takes alone."""
+        """Measure the space that the remote takes, and the space that only one checkpoint needs."""
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
-        """Delete a name; if it is a pinned step, delete the pin too.
+        """Delete the name of a checkpoint; for a pinned step, delete the pin too.
 
-        The data stays until two runs of `gc`, at least a lease apart, find that nothing needs it.
-        The first of these runs must be at least a lease after the data was written.
+        The data stays until two runs of `gc`, at least a lease apart, have found it unused. The
+        first of these runs must be at least a lease after the data was written.
 
         Raises:
-            UnknownRemoteNameError: the remote has no checkpoint of this name.
+            UnknownRemoteNameError: The remote has no checkpoint of this name.
         """
         upkeep.delete(self.bucket, name)
 
     def gc(
         self, lease_hours: float = DEFAULT_LEASE_HOURS, *, dry_run: bool = False
     ) -> sweep.RemoteGcPlan:
-        """Condemn unused objects, and delete those that have been condemned for the lease.
+        """Condemn unused objects, and delete objects that have been condemned for the lease.
 
-        The lease must be longer than any push takes; a shorter one is safe only while nothing is
-        pushed. Objects written less than a lease ago are not condemned yet (`young`), so it may
-        take two leases and three runs until an unused object is deleted.
+        The lease must be longer than any push takes; a shorter lease is safe only while nothing is
+        pushed. Objects written less than a lease ago are not condemned yet (`young` in the result),
+        so it may take two leases and three runs until an unused object is deleted. With `dry_run`,
+        nothing is changed, and the result says what would be.
 
         Raises:
-            UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+            UncertainRemoteError: An object that may be needed cannot be read, or was written by a
+                later version; nothing was condemned or deleted.
         """
         return sweep.gc(self.bucket, lease_hours * 3600, dry_run=dry_run)
 
     def verify(
         self, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
     ) -> upkeep.RemoteVerifyResult:
-        """Check manifests, tables and references and, with `full`, download and check all data.
+        """Check manifests, tables and references; with `full`, download and check all data too.
 
-        Containers with faults are removed from the catalog, and lost manifests and pages are noted
-        in it, so that the next push of a checkpoint that needs them sends them again, even under an
-        existing name. Missing tables are written again from their containers, and so is a missing
-        `FORMAT` if the other objects show that this is a remote. `advance` receives the number of
-        bytes checked.
+        `advance` receives the number of bytes after each container that was checked in full. The
+        check also repairs the remote:
+
+        * Containers with faults are removed from the catalog, and lost manifests and manifest pages
+          are noted in it. The next push of a checkpoint that needs them sends them again, even if
+          the remote has the name of the checkpoint.
+        * A missing table is written again from its container.
+        * A missing or damaged `FORMAT` is written again if the other objects show that this is a
+          remote.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 
     def store_folder(self) -> Path | None:
-        """Return the folder if the URL is that of a store's folder, not of a remote; else None."""
+        """Return the path if the URL names the folder of a store, not a remote; otherwise None."""
         bucket = self.bucket
         if isinstance(bucket, FolderBucket):
             found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
@@ -184,10 +194,10 @@ class Remote:
         return None
 
     def has(self, name: str) -> bool:
-        """Return whether a checkpoint has exactly this name. A store's folder can be searched too.
+        """Return whether a checkpoint is called `name`. The URL may be that of a store's folder.
 
         Raises:
-            NotARemoteError: there is no remote.
+            NotARemoteError: There is no remote.
         """
         try:
             read_ref(self.bucket, name)
@@ -200,18 +210,25 @@ class Remote:
         return True
 
     def names_of(self, name: str) -> list[str]:
-        """Return the name itself or, if it is a run, the names of its steps and pins.
+        """Return a list of `name` alone or, if it is the name of a run, of its steps and pins.
 
-        A store's folder can be searched too.
+        The URL may be that of a store's folder.
 
         Raises:
-            UnknownRemoteNameError, UnknownNameError: the remote, or the store, has neither.
-            NotARemoteError: there is no remote.
+            UnknownRemoteNameError: The remote has no checkpoint and no run of this name.
+            UnknownNameError: The store has no checkpoint and no run of this name.
+            NotARemoteError: There is no remote.
+            UnlistedRemoteError: There is no checkpoint of this name, and a plain web server cannot
+                list the steps of a run.
         """
         return [*self.refs_of(name)]
 
     def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
-        """Return the names of `names_of` with the status of each reference, None if not listed."""
+        """Return the names that `names_of` returns, each with the status of its reference.
+
+        The status is None for the name of a checkpoint, whose reference need not be listed. Errors
+        are those of `names_of`.
+        """
         if find_ref(self.bucket, name) is not None:
             return {name: None}
         what = f"no checkpoint {name!r}"

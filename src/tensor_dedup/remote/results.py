@@ -9,10 +9,10 @@ from tensor_dedup.store.steps.runs import is_pin_among
 
 
 class TransferListener(ProgressListener, Protocol):
-    """A listener to the progress of a push or a pull, in bytes to transfer."""
+    """A listener that is told the progress of a push or a pull, in bytes."""
 
     def saved(self, nbytes: int) -> None:
-        """Receive the number of bytes that need not be transferred."""
+        """Take note that `nbytes` bytes of the checkpoint need not be transferred."""
 
 
 class SilentTransfer(SilentListener):
@@ -26,12 +26,14 @@ class SilentTransfer(SilentListener):
 class TransferResult:
     """The result of a push or a pull. Sizes are in bytes.
 
-    `pieces` and `nbytes` are the number of pieces and the size of the checkpoints; `moved_pieces`
-    of these pieces were missing and transferred. `anchor_pieces` do not belong to the checkpoints:
-    they were transferred because missing pieces are stored as differences from them. `moved_bytes`
-    is the stored size of all transferred pieces. `wire_bytes` is everything sent and received, in
-    `requests` requests. `unchanged` is True if the other side had everything under these names
-    already. A pin that is transferred with its step is not in `names`.
+    * `names` are the checkpoints. A pin that is transferred with its step is left out.
+    * `pieces` is the number of pieces in the checkpoints, and `nbytes` the size of the checkpoints.
+    * `moved_pieces` of these pieces were missing and were transferred. `moved_bytes` is the stored
+      size of all transferred pieces.
+    * `anchor_pieces` is the number of further pieces that were transferred because missing pieces
+      are stored as differences from them. They do not belong to the checkpoints.
+    * `wire_bytes` is the size of everything that was sent and received, in `requests` requests.
+    * `unchanged` is True if the other side had everything under these names already.
     """
 
     url: str
@@ -48,7 +50,7 @@ class TransferResult:
 
     @property
     def saved_bytes(self) -> int:
-        """The number of bytes of the checkpoints that were not transferred."""
+        """How many bytes of the checkpoints did not have to be transferred."""
         return max(0, self.nbytes - self.moved_bytes)
 
     def to_dict(self) -> dict[str, object]:
@@ -57,7 +59,10 @@ class TransferResult:
 
 
 def together(results: Sequence[TransferResult]) -> TransferResult:
-    """Return the sum of several results from one remote; pins do not count as checkpoints."""
+    """Return the sum of several results, which must be for the same remote.
+
+    Pins do not count as checkpoints, so `names` leaves them out.
+    """
     first = results[0]
     names = {name for each in results for name in each.names}
     counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]

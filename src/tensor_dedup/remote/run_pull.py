@@ -25,14 +25,16 @@ def pull_each(
     *,
     replace: bool = False,
 ) -> list[TransferResult]:
-    """Pull a checkpoint, or the steps and pins of a run, each in its own `session` of the store.
+    """Pull the checkpoints in `refs`: a single checkpoint, or the steps and pins of a run.
 
-    A step with lost or damaged data does not stop the others. Its pin is not pulled, and further
-    steps that need the same lost data are skipped. Any other error ends the pull.
+    `refs` maps names to the statuses of references, or to None. Each checkpoint is pulled in its
+    own `session` of the store. If a step has lost or damaged data, its pin and the steps that need
+    the same data are skipped, and all others are still pulled. Any other error ends the pull.
 
     Raises:
-        UnknownRemoteNameError: all of them were deleted on the remote meanwhile.
-        StoreError: an error of `pull`. For a run, the message lists the steps that were not pulled.
+        UnknownRemoteNameError: All of the names were deleted on the remote meanwhile.
+        StoreError: `pull` failed for a checkpoint. For a run, the message lists the steps that were
+            not pulled.
     """
     results, seen, lost = list[TransferResult](), set[bytes](), LostPieces()
     failed: dict[str, StoreError] = {}

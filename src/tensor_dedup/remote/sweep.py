@@ -1,17 +1,19 @@
 """Garbage collection (gc) of a remote: delete objects that nothing refers to.
 
-Deletion takes two runs. The first condemns objects that no reference leads to and that are older
-than the lease, a period longer than any push takes: it removes them from the catalog and notes the
-time. A later run deletes objects that have been condemned for the lease and that, according to the
-references at that time, are still unused. A push that relied on such an object has ended by then,
-or has taken it off the list of condemned objects. Both replace the head of the catalog by
-conditional writes, so each notices the other. A run that loses such a race starts again, and reads
-the lists, the references and only new objects.
+An object is deleted by two runs. The first run condemns objects to which no reference leads and
+that are older than the lease, a period longer than any push takes. It removes these objects from
+the catalog, and notes the time. A later run deletes objects that have been condemned for the lease,
+if the references at that time still do not lead to them. By then, a push that relied on a condemned
+object has ended, or has taken the object off the list of condemned objects.
 
-Concurrent runs may delete the same objects. The list has an entry for each run that is deleting an
-object, with a time, so that a push avoids the object until all of them have ended. A run that was
-killed cannot remove its entries; a later one removes them when the time is so long ago that the
-killed run cannot be deleting any more.
+A push and a gc both replace the head of the catalog by conditional writes, so each notices the
+other. A gc that loses the race starts again. It then reads the lists, the references and new
+objects, but not the objects that it has already read.
+
+Concurrent runs may delete the same object. The list of objects that are being deleted has an entry
+for each of these runs, with a time, and a push avoids the object until all of the runs have ended.
+A run that was killed cannot remove its entries. A later run removes them when the time is so long
+ago that the killed run cannot be deleting any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -63,11 +65,13 @@ _ATTEMPTS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class RemoteGcPlan:
-    """The plan or the result of a gc: the keys to condemn and the keys to delete. Sizes in bytes.
+    """The plan or the result of a gc. Sizes are in bytes.
 
-    `waiting` counts condemned objects that have not been so for the whole lease yet. `young` counts
-    unused objects younger than the lease; a push may be about to refer to them, so a later run
-    condemns them. `done` is False after a dry run.
+    * `condemn` has the keys of the objects to condemn, and `delete` those of the objects to delete.
+    * `waiting` is the number of objects that have been condemned for less than the lease.
+    * `young` is the number of unused objects younger than the lease. A push may be about to refer
+      to them, so they are left to a later run.
+    * `done` is False after a dry run.
     """
 
     condemn: tuple[str, ...]
@@ -85,15 +89,17 @@ class RemoteGcPlan:
 
 
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
-    """Condemn unused objects, and delete those that have been condemned for `lease_s` seconds.
+    """Condemn unused objects, and delete objects that have been condemned for `lease_s` seconds.
 
-    Objects younger than the lease are not condemned yet. So an object that is never used is deleted
-    by the third run, two leases after it was written; with a lease of 0, by the first.
+    Objects younger than the lease are not condemned yet. So an object that was never used is
+    deleted by the third run, two leases after it was written; with a lease of 0, by the first. With
+    `dry_run`, nothing is changed.
 
     Raises:
-        UncertainRemoteError: something cannot be read, or was written by a later version; nothing
-            was condemned or deleted.
-        RemoteBusyError: other writers kept changing the remote.
+        NotARemoteError: There is no remote.
+        UncertainRemoteError: An object that may be needed cannot be read, or was written by a later
+            version; nothing was condemned or deleted.
+        RemoteBusyError: Other writers kept changing the remote.
     """
     check_remote(bucket)
     catalog: Catalog | None = None

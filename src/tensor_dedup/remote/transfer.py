@@ -1,4 +1,4 @@
-"""Push from a store and pull into it; the URL names a remote, an OCI artifact or another store."""
+"""Push from a store and pull into a store, for remotes, OCI artifacts and other stores."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ def push(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Push a checkpoint, or all steps of a run. See `tensor_dedup.Store.push`."""
+    """Push the checkpoint `name`, or all steps of the run `name`, as `tensor_dedup.Store.push`."""
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _push_artifact(store, str(url), name, listener, replace)
@@ -78,7 +78,7 @@ def pull(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Pull a checkpoint, or all steps of a run. See `tensor_dedup.Store.pull`."""
+    """Pull the checkpoint `name`, or all steps of the run `name`, as `tensor_dedup.Store.pull`."""
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _pull_artifact(store, str(url), name, listener, replace)
@@ -107,10 +107,10 @@ def push_to(
     guard: NameGuard | None = None,
     related: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
-    """Push checkpoints that `outgoing` returned, reading their pieces from the store.
+    """Push `checkpoints`, which `outgoing` has returned, reading their pieces from the store.
 
     Raises:
-        StoreError: an error of `tensor_dedup.remote.push.push`.
+        StoreError: `tensor_dedup.remote.push.push` failed.
     """
 
     def open_pieces(digests: set[bytes]) -> StoredPieces:
@@ -130,10 +130,12 @@ def push_to(
 
 
 def outgoing(store: LocalStore, name: str) -> Outgoing:
-    """Return what a push of this checkpoint needs. The caller must hold the store's lock.
+    """Return the checkpoint `name` in the form that `push_to` needs.
+
+    The caller must hold the store's lock.
 
     Raises:
-        UnknownNameError: the store has no checkpoint of this name.
+        UnknownNameError: The store has no checkpoint of this name.
     """
     objects = store.handle.objects
     manifest = objects.ref(name)

@@ -1,4 +1,4 @@
-"""List, measure and verify the checkpoints of a remote, and delete names."""
+"""List, measure and verify the checkpoints on a remote, and delete their names."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,12 +71,13 @@ _UNSWEPT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A checkpoint of a remote: name, manifest, numbers of tensors and files, size in bytes.
+    """The description of a checkpoint on a remote.
 
-    `unique_bytes` is the stored size of pieces that only this checkpoint needs and from which no
-    other piece is stored as a difference; None if it was not computed. `damage` is the reason if
-    the checkpoint cannot be read completely. If only pieces are lost, as noted by `verify` or a
-    push, the `manifest` is still known.
+    * `manifest` is the name of its manifest, and `nbytes` its size in bytes.
+    * `unique_bytes` is the stored size of the pieces that only this checkpoint needs and from which
+      no other piece is stored as a difference. It is None if it was not computed.
+    * `damage` is the reason why the checkpoint cannot be read completely, or None. If only pieces
+      are lost, `manifest` is still set.
     """
 
     name: str
@@ -94,9 +95,9 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """The bytes in a remote's containers, and how many of them no checkpoint needs.
+    """The number of bytes in a remote's containers, and how many of them no checkpoint needs.
 
-    `run_unique_bytes` has, by name of a run, the bytes that only the steps of this run need.
+    `run_unique_bytes` maps the name of a run to the number of bytes that only its steps need.
     """
 
     checkpoints: tuple[RemoteCheckpoint, ...]
@@ -112,7 +113,10 @@ class RemoteUsage:
 
 @dataclass(frozen=True, slots=True)
 class RemoteVerifyResult:
-    """The result of checking a remote; `bytes_checked` is 0 unless tensor data was checked too."""
+    """The result of checking a remote.
+
+    `bytes_checked` is the size of the tensor data that was checked, 0 without a full check.
+    """
 
     checkpoints: int
     containers: int
@@ -130,10 +134,10 @@ class RemoteVerifyResult:
 
 
 def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[RemoteCheckpoint]:
-    """Describe all checkpoints by name, or those in `only`.
+    """Return a description of each checkpoint, or of those in `only`, sorted by name.
 
-    A checkpoint that cannot be read is included with the reason in `damage`. The pin of an existing
-    step is left out.
+    A checkpoint that cannot be read is included, with the reason in `damage`. The pin of an
+    existing step is left out.
     """
     check_remote(bucket)
     noted = _noted_damage(bucket)
@@ -183,7 +187,7 @@ def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
 def described(
     found: RemoteManifest, unique_bytes: int | None = None, damage: str | None = None
 ) -> RemoteCheckpoint:
-    """Describe a checkpoint whose manifest was read."""
+    """Return the description of the checkpoint `found`, whose manifest was read."""
     return RemoteCheckpoint(
         found.name,
         found.manifest,
@@ -196,15 +200,15 @@ def described(
 
 
 def delete(bucket: Bucket, name: str) -> None:
-    """Delete a name: its reference is replaced by one that marks it as deleted.
+    """Delete the name of a checkpoint; for a pinned step, delete the pin too.
 
-    If it is a pinned step, the pin is deleted too. The data stays until two runs of `gc`, at least
-    a lease apart, find that nothing needs it. The first of these must be at least a lease after the
-    data was written.
+    The reference is replaced by one that marks the name as deleted. The data stays until two runs
+    of `gc`, at least a lease apart, have found it unused. The first of these runs must be at least
+    a lease after the data was written.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteBusyError: other writers kept changing the name.
+        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        RemoteBusyError: Other writers kept changing the name.
     """
     step = parse_step_name(name)
     if step is not None and not step.kept:
@@ -337,7 +341,10 @@ def usage(bucket: Bucket) -> RemoteUsage:
 
 
 def owner(name: str) -> tuple[str, bool]:
-    """Return the run that a step belongs to and True, or the checkpoint's own name and False."""
+    """Return the run or checkpoint to which `name` belongs, and whether it is a run.
+
+    For the name of a step or a pin, this is the run and True; for another name, `name` and False.
+    """
     step = parse_step_name(name)
     return (name, False) if step is None else (step.run, True)
 
@@ -345,14 +352,19 @@ def owner(name: str) -> tuple[str, bool]:
 def verify(
     bucket: Bucket, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
 ) -> RemoteVerifyResult:
-    """Check manifests, tables and references and, with `full`, the content of all containers.
+    """Check manifests, tables and references; with `full`, the content of all containers too.
 
-    Deltas are compared with the checksums of their chunks, everything else with leaf digests.
-    Missing tables are written again from their containers. Otherwise only the catalog and the lists
-    of holders change: containers with faults are removed, so that a push sends their pieces again;
-    with `full`, containers that were noted as damaged and turn out to be intact are added again;
-    entries that differ from the tables are corrected. Lost manifests and pages are noted in the
-    catalog. Objects written by a later version stay as they are.
+    Deltas are compared with the checksums of their chunks, all other pieces with leaf digests.
+    `advance` receives the number of bytes after each container that was checked in full. The check
+    also repairs the remote; objects written by a later version are left unchanged:
+
+    * A missing or damaged marker (`FORMAT`) is written again.
+    * A missing table is written again from its container.
+    * Containers with faults are removed from the catalog and from the lists of holders, so that a
+      push sends their pieces again.
+    * With `full`, containers that were noted as damaged and are intact are added again.
+    * Entries in the catalog and in the lists that differ from the tables are corrected.
+    * Lost manifests and manifest pages are noted in the catalog.
     """
     faults, read = list[RemoteFault](), 0
     if (what := restore_marker(bucket)) is not None:

@@ -18,16 +18,20 @@ _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is a URL, perhaps mistyped, and not the path of a folder."""
+    """Return whether `text` is meant as a URL; a mistyped URL (`s3:/...`) counts, a path not."""
     return "://" in text or _MISTYPED.match(text) is not None
 
 
 def open_bucket(url: str, files: Files) -> Bucket:
-    """Return the bucket that a URL names; a path without a scheme is a folder. No request is sent.
+    """Return the bucket that `url` names, without sending a request.
+
+    A text without a scheme is the path of a folder, which is accessed through `files`.
 
     Raises:
-        RemoteUrlError: the URL does not name a bucket, or contains a credential.
-        NotInstalledError: obstore is not installed.
+        RemoteUrlError: The URL does not name a bucket, or contains a credential.
+        NotInstalledError: The package obstore is not installed.
+        RemoteUnreachableError, RemoteAccessError: An environment variable that obstore reads has
+            an unusable value.
     """
     scheme, colon, _ = url.partition("://")
     if (mistyped := _MISTYPED.match(url)) is not None:

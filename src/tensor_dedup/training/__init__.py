@@ -1,4 +1,4 @@
-"""Training checkpoints in a store: each step of a run is stored, and costs only what changed.
+"""Training checkpoints in a store. A step takes space only for the tensors that have changed.
 
     from tensor_dedup.training import CheckpointStore
 

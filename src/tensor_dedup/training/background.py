@@ -1,20 +1,23 @@
 """Save in the background: the training thread waits at most until a step has been captured.
 
-To capture a step is to hash or copy its tensors before the training changes them (`capture`).
+A step is captured when each of its tensors was hashed or copied before the training changes it
+(`capture`).
 
-    save_async     waits until fewer than the allowed saves run, takes the model apart, copies small
-                   tensors and those whose changes would go unnoticed, and starts capturing the
-                   others; without a hooked optimizer it also waits until these are captured
+    save_async     waits until fewer than the allowed number of saves run, takes the model apart,
+                   copies small tensors and those whose changes would go unnoticed, and starts to
+                   capture the others; without a hooked optimizer it also waits until all are
+                   captured
     before_update  waits until all tensors are captured
     save thread    captures the remaining tensors, hashes, encodes, writes and commits, and ends;
-                   if there is much to capture, helper threads do that while it writes
+                   if there is much to capture, helper threads capture while the save thread writes
 
-Steps are committed in the order in which they were saved. An error of a save is raised by the next
-call. The thread is not a daemon, so a program exits only when its steps are durable. No thread
-waits for work between saves, so nothing has to be shut down at exit, and a fork loses nothing.
+Steps are committed in the order in which they were saved. If a save fails, the next call raises its
+error. The save thread is not a daemon, so a program exits only when its steps are durable. No
+thread waits for work between saves, so nothing has to be shut down at exit, and a fork loses
+nothing.
 
 Python switches threads every 5 ms, so a thread that starts while the training thread is busy delays
-it by up to that time. The thread of a save is therefore started first, and waits for its work.
+the training by up to 5 ms. The save thread is therefore started first, and waits for its work.
 """
 
 import logging
@@ -60,7 +63,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class ExtractedStep:
-    """A step that an adapter has taken apart. Its chunks may share the model's memory."""
+    """A step that an adapter has taken apart. The chunks may share the model's memory."""
 
     notes: Notes
     chunks: Iterable[StateChunk]
@@ -71,9 +74,10 @@ class ExtractedStep:
 class Times:
     """The durations in seconds of the phases of one save.
 
-    `metadata` is the time for taking the model apart and copying small tensors, in the training
-    thread. `copy` is the time for capturing the large ones. `write` is the time for committing, in
-    the save's own thread. `copy` and `write` overlap if a step is written while it is captured.
+    * `metadata`: the training thread takes the model apart and copies small tensors.
+    * `copy`: large tensors are captured.
+    * `write`: the save's own thread commits the step. This phase overlaps with `copy` if the step
+      is written while it is captured.
     """
 
     metadata: float = 0.0
@@ -82,7 +86,7 @@ class Times:
 
 
 class CapturedStep:
-    """A step of which large tensors are committed while others are still being captured."""
+    """A step whose commit begins while some of its large tensors are still being captured."""
 
     new, background = False, True
 
@@ -108,16 +112,16 @@ class CapturedStep:
 
 
 class Capturing(threading.local):
-    """A flag for each thread: whether it is capturing or committing a step of one CheckpointStore.
+    """A flag for each thread that is set while the thread captures or commits a step.
 
-    A signal handler may run in the middle of that. If it waited for a save, that save would wait
-    for the interrupted work, and neither would ever end.
+    A signal handler may interrupt that work. If the handler waited for a save, and the save for the
+    interrupted work, neither would ever end. The flag makes the wait an error instead.
     """
 
     _here = False
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Call a function that captures or commits, with the flag set."""
+        """Call `work`, which captures or commits, with the flag set; return its result."""
         before, self._here = self._here, True
         try:
             return work()
@@ -125,10 +129,10 @@ class Capturing(threading.local):
             self._here = before
 
     def check(self, root: Path) -> None:
-        """Check that this thread may wait for saves.
+        """Check that the calling thread may wait for saves to the store in the folder `root`.
 
         Raises:
-            NestedSaveError: it is in the middle of capturing or committing a step.
+            NestedSaveError: The calling thread is capturing or committing a step.
         """
         if self._here:
             what = "a save was begun or waited for in the middle of another one"
@@ -138,7 +142,7 @@ class Capturing(threading.local):
 class PendingSave:
     """A step that is being saved in the background.
 
-    Usable from any thread of the process that started the save.
+    Safe from any thread in the process that has started the save.
     """
 
     def __init__(
@@ -173,12 +177,12 @@ class PendingSave:
         return self._done.is_set()
 
     def wait(self) -> Saved:
-        """Wait until the step is committed and durable; return the result.
+        """Wait until the step is committed and durable, and return the result of the save.
 
         Raises:
-            StoreError: the save failed, with this error.
-            ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of the same
+            StoreError: The save failed; the exception is the error of the save.
+            ForkedSaveError: This process was forked after the save had begun.
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self.finish()
@@ -189,15 +193,15 @@ class PendingSave:
 
     @property
     def failed(self) -> StoreError | None:
-        """The error of the save, or None while it runs or if it succeeded."""
+        """The error of the save, or None if the save has succeeded or is still running."""
         return self._error if self._done.is_set() else None
 
     def finish(self) -> None:
         """Wait until the save has ended, successfully or not.
 
         Raises:
-            ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of the same
+            ForkedSaveError: This process was forked after the save had begun.
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         if self._owner != os.getpid():
@@ -215,7 +219,7 @@ class PendingSave:
         """Wait until the model may be changed.
 
         Raises:
-            NestedSaveError: this thread is capturing or committing a step of the same
+            NestedSaveError: The calling thread is capturing or committing a step of the same
                 CheckpointStore.
         """
         self._capturing.check(self.root)
@@ -226,11 +230,11 @@ class PendingSave:
                 self.finish()
 
     def capture_now(self) -> None:
-        """Finish capturing all tensors, except those for which the pool has no room."""
+        """Capture all remaining tensors, except for those for which the pool has no room."""
         self._capturing.run(self._capture.hold)
 
     def run(self) -> None:
-        """Capture and commit the step; the body of the save's own thread."""
+        """Capture and commit the step. The save's own thread calls this method."""
         try:
             step = self._step()
             began = time.perf_counter()
@@ -315,7 +319,10 @@ class Hook:
         self._handle, self._forget = handle, forget
 
     def remove(self) -> None:
-        """Remove the hook. Without any hook, `save_async` waits for the copies itself."""
+        """Remove the hook from the optimizer.
+
+        When no optimizer is hooked any more, `save_async` waits for the copies itself.
+        """
         self._handle.remove()
         self._forget()
 
@@ -352,17 +359,18 @@ class Saves:
     def forked(self) -> None:
         """Reset the state in a forked child, where the parent's saves and threads do not exist.
 
-        Locks are replaced, since a thread of the parent may have held them.
+        Locks are replaced, because a thread of the parent may have held them during the fork.
         """
         self._begin()
         self._pool.reset()
         self._saver.reset()
 
     def start(self, extract: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
-        """Start saving the step that `extract` returns.
+        """Start to save the step that `extract` returns.
 
-        `lazy` is that of `CheckpointStore.save_async`. If an earlier save failed, its error is
-        raised and nothing is saved.
+        `lazy` has the same meaning as for `CheckpointStore.save_async`. The method waits while the
+        allowed number of saves is running. If an earlier save has failed, its error is raised, and
+        nothing is saved.
         """
         self._turn.check(self._saver.root)
         self.check()
@@ -460,8 +468,8 @@ class Saves:
     def before_update(self) -> None:
         """Wait until the model may be changed.
 
-        The error of a failed save is raised only after the wait, so a handler of the error may
-        change the model.
+        The error of a failed save is raised after the wait, so the model may be changed in either
+        case.
         """
         with self._lock:
             running = [each for each in self._pending if not each.done()]
@@ -471,32 +479,36 @@ class Saves:
             self._raise_one()
 
     def check(self) -> None:
-        """Check that this thread may start a save or wait for one.
+        """Check that the calling thread may start a save or wait for one.
 
         Raises:
-            NestedSaveError: it is in the middle of capturing or committing a step.
+            NestedSaveError: The calling thread is capturing or committing a step.
         """
         self._capturing.check(self._saver.root)
 
     def run(self, commit: Callable[[], _Result]) -> _Result:
-        """Call a function that commits; until it returns, this thread must not wait for a save.
+        """Call `commit`, a function that commits a step, and return its result.
 
-        Such a wait raises NestedSaveError, because the save would wait for this commit.
+        Until the function returns, a wait for a save in the same thread raises NestedSaveError,
+        because that save would wait for this commit.
         """
         return self._capturing.run(commit)
 
     def wait(self) -> None:
         """Wait until every save has ended.
 
-        Raises the error of a failed save, and the errors of `check`.
+        Raises:
+            StoreError: A save has failed; the exception is the error of the save.
+            NestedSaveError: The calling thread is capturing or committing a step.
         """
         self.check()
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """Wait until every save has ended. The error of a failed save is raised by a later call.
+        """Wait until every save has ended, leaving the errors of failed saves to a later call.
 
-        Raises the errors of `check`.
+        Raises:
+            NestedSaveError: The calling thread is capturing or committing a step.
         """
         self.check()
         with self._lock:
@@ -513,7 +525,7 @@ class Saves:
         return bool(running)
 
     def close(self) -> None:
-        """Wait for every save and free the pool.
+        """Wait until every save has ended, and free the unused memory in the pool.
 
         The error of a failed save is raised by a later call.
         """
@@ -521,14 +533,14 @@ class Saves:
         self._pool.clear()
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
-        """Make an optimizer wait before each of its steps."""
+        """Make `optimizer` call `before_update` before each of its steps."""
         handle = optimizer.register_step_pre_hook(lambda *_: self.before_update())
         self._hooked.add(optimizer)
         return Hook(handle, lambda: self._hooked.discard(optimizer))
 
 
 def with_notes(error: StoreError) -> str:
-    """Return the text of an error and of its notes in one line."""
+    """Return the text of `error` and the texts of its notes on one line."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 

@@ -1,18 +1,20 @@
 """Encode tensors after a save, so that they take less space a moment later.
 
-A save with much to store writes tensors unencoded. A thread then reads that container again, stores
-the tensors that become smaller in a second container and all others in a third, and removes the
-first. No name has to change, because manifests name digests and not containers. A process that is
-reading the container has it open and can go on.
+A save with much to store writes tensors unencoded to a container. A thread then reads the container
+again, stores the tensors that become smaller in a second container and all others in a third, and
+removes the first container. No name has to change, because manifests name digests and not
+containers. A process that is reading the first container can continue, because it has the file
+open.
 
-The new containers are durable under their names before the old one is removed. Removing it takes
-the store's exclusive lock, as a gc does, and only happens if the tables on disk show every piece in
-another container that is complete and readable; the index is not used for this. After a crash in
-between, the pieces are stored twice; the next gc keeps the original container and deletes the
-encoded ones.
+The new containers are durable under their names before the old container is removed. For the
+removal, the thread holds the store's exclusive lock, as a gc does. It removes the old container
+only if the tables on disk show each of its pieces in another container that is complete and
+readable; the index is not trusted for this check. After a crash before the removal, the pieces are
+stored twice, and the next gc keeps the old container and deletes the new ones.
 
-The thread pauses while a save runs and begins when none has run for a moment. It ends when nothing
-is left to encode. If the program ends without `close`, the remaining tensors stay unencoded.
+The thread pauses while a save runs, and continues when no save has run for a moment. It ends when
+nothing is left to encode. If the program ends without `close`, the remaining tensors stay
+unencoded.
 """
 
 import logging
@@ -67,11 +69,14 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class EncodingJob:
-    """The tensors of a step that are stored unencoded in one container.
+    """The task to encode those tensors of a step that one container holds unencoded.
 
-    `first` is set if the run has no earlier step. A job of a background save may be dropped if too
-    many jobs are waiting. Any job is dropped when it was interrupted too often, which `attempts`
-    counts.
+    * `name` and `manifest` are those of the step, and `left` has the tensors.
+    * `first` says how to find a base if the run has no earlier step; otherwise it is None.
+    * `background` is True for a background save. If too many of these jobs are waiting, the oldest
+      is dropped.
+    * `attempts` counts how often the job was interrupted. A job that was interrupted too often is
+      dropped.
     """
 
     container: ContainerId
@@ -88,9 +93,9 @@ class _GivenUpError(Exception):
 
 
 class BackgroundEncoder:
-    """Encodes the tensors that the saves of one CheckpointStore have stored unencoded.
+    """Encodes the tensors that saves of one CheckpointStore have stored unencoded.
 
-    `last` returns the step that was saved last. `moved` is called when a container was replaced.
+    `last` returns the step that was saved last. `moved` is called after a container was replaced.
     Safe from any thread.
     """
 
@@ -108,7 +113,10 @@ class BackgroundEncoder:
         self.reset()
 
     def reset(self) -> None:
-        """Reset the state in a forked child: the thread and its work belong to the parent."""
+        """Reset the state in a forked child, where the parent's thread does not exist.
+
+        The jobs stay with the parent.
+        """
         self._state = threading.Condition()
         self._waiting: deque[EncodingJob] = deque()
         self._superseded: list[Rewritten] = []
@@ -120,7 +128,10 @@ class BackgroundEncoder:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Pause the encoding inside the block, so that a save has all processors."""
+        """Context manager: while it is active, the encoding pauses.
+
+        A save then has all processors.
+        """
         with self._state:
             self._saving += 1
         try:
@@ -132,7 +143,7 @@ class BackgroundEncoder:
                 self._state.notify_all()
 
     def add(self, job: EncodingJob) -> None:
-        """Queue the tensors of a committed step to be encoded."""
+        """Queue `job`, the encoding of tensors of a committed step, and start the thread."""
         with self._state:
             self._waiting.append(job)
             old = [each for each in self._waiting if each.background]
@@ -158,14 +169,14 @@ class BackgroundEncoder:
         return self._thread is not None
 
     def superseded(self) -> dict[bytes, bytes]:
-        """Return the new base of each piece that was encoded as a delta, by digest.
+        """Return the pieces that were encoded as deltas but are still in their old container too.
 
-        Only pieces whose old container still exists are included.
+        The result maps the digest of each piece to the digest of its new base.
         """
         return {piece: base for each in self._superseded for piece, base in each.deltas.items()}
 
     def finish(self) -> None:
-        """Wait until everything is encoded and replaced containers are removed if possible."""
+        """Wait until all jobs are done, and replaced containers are removed if that is possible."""
         with self._state, self._hurried():
             if self._superseded:
                 self._start()
@@ -182,7 +193,10 @@ class BackgroundEncoder:
             self._awaited -= 1
 
     def wait_for(self, name: str, enough: Callable[[], bool]) -> None:
-        """Wait until a step is encoded, or until `enough`, called repeatedly, returns True."""
+        """Wait until no job for the step `name` is left, or until `enough` returns True.
+
+        `enough` is called again and again during the wait.
+        """
         with self._state, self._hurried():
             while self._thread is not None and not enough():
                 if name not in {each.name for each in self._waiting} and self._current != name:
@@ -190,7 +204,7 @@ class BackgroundEncoder:
                 self._state.wait(_POLL_S)
 
     def drop(self) -> None:
-        """Discard all jobs and wait for the thread to end; the tensors stay unencoded."""
+        """Discard all jobs, and wait until the thread has ended. The tensors stay unencoded."""
         with self._state:
             self._dropping = True
             self._waiting.clear()

@@ -1,26 +1,28 @@
 """Capture a step: tensors that may change are copied, unless the store already has their content.
 
     capture = StepCapture(chunks, context)  in the training thread: copies small pieces
-    capture.guard()                         copies large ones whose writes torch does not count
-    capture.work()                          captures the other large ones, in any number of threads
-    capture.hold()                          returns when the model may change
-    capture.arriving()                      in the background: large pieces, as they are captured
-    capture.snapshot(...)                   also in the background: the whole step
+    capture.guard()                         copies large pieces whose writes torch does not count
+    capture.work()                          captures other large pieces, in any number of threads
+    capture.hold()                          returns when the model may be changed
+    capture.arriving()                      in the background: yields large pieces when captured
+    capture.snapshot(...)                   in the background: returns the whole step
 
-Chunks are processed in their provider's order, each before the next is made. Small tensors are
-packed into a block together; those on a device are copied there asynchronously. Frozen chunks are
-not copied; those with `make` are made in the background.
+Chunks are processed in their provider's order, and each chunk before the next one is made. Small
+tensors are copied into a common buffer, and those on a device are copied there asynchronously.
+Frozen chunks are not copied. Chunks with `make` are made in the background if they are frozen.
 
-A large tensor in host memory is handled in one of two ways. If it had not changed at the previous
-save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
-Otherwise it is copied at once and hashed in the background. The history only decides which is tried
-first; the content decides whether the tensor is stored. A tensor that is not in C order is
-rearranged while it is copied or, if it is not copied, while it is read.
+A large tensor in host memory is handled in one of two ways. If the tensor had not changed at the
+previous save, it is hashed in place, and is copied only if the store does not have these bytes.
+Otherwise it is copied at once, and hashed in the background. The history of the tensor only decides
+whether hashing or copying is tried first; the content decides whether the tensor is stored. A
+tensor that is not in C order is rearranged while it is copied or, if it is not copied, while it is
+read.
 
-Copies go into a pool of bounded size that is reused from step to step, because writing to fresh
+Copies are made in a pool of limited size that is reused from step to step, because writing to fresh
 memory takes three times as long as writing to memory that held the previous step. Copies from a
-device run on a stream of their own while the device goes on computing. The device waits for them,
-not the host: the optimizer's kernels start when the copies are done, and Python continues at once.
+device run on a separate stream while the device continues to compute. The device and not the host
+waits for these copies: the optimizer's kernels start when the copies are complete, and Python
+continues at once.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -71,11 +73,11 @@ def default_bytes() -> int:
 
 
 class HostPool:
-    """A pool of reusable blocks of host memory, at most `capacity` bytes in total.
+    """A pool of reusable buffers in host memory, with at most `capacity` bytes in total.
 
-    Copies that must be made at once may exceed the capacity until they are returned. Page-locked
-    blocks are registered with CUDA, so that a device can copy into them asynchronously. Safe from
-    any thread.
+    Copies that must be made at once may exceed the capacity until their buffers are returned.
+    Page-locked buffers are registered with CUDA, so that a device can copy into them
+    asynchronously. Safe from any thread.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -86,7 +88,10 @@ class HostPool:
         return f"HostPool({self._allocated} of {self.capacity} bytes)"
 
     def reset(self) -> None:
-        """Forget all blocks in a forked child, where threads of the parent may hold the lock."""
+        """Reset the pool in a forked child, where the pool begins without any buffers.
+
+        The lock is replaced, because a thread of the parent may have held it during the fork.
+        """
         self._lock = threading.Lock()
         # By whether they are page-locked; in order of their sizes, for a model may have thousands.
         self._free: dict[bool, list[memoryview]] = {False: [], True: []}
@@ -94,16 +99,17 @@ class HostPool:
 
     @property
     def allocated(self) -> int:
-        """The total size of all blocks in bytes, including unused ones."""
+        """The total size of all buffers in bytes, including unused ones."""
         return self._allocated
 
     def take(
         self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
     ) -> memoryview | None:
-        """Take a block of at least `nbytes`; return None if the pool has no room now.
+        """Return a buffer of at least `nbytes` bytes, or None if the pool has no room for it now.
 
-        With `beyond` the capacity may be exceeded, and None means that the machine has no memory.
-        Return the block with `give`.
+        With `beyond`, the capacity may be exceeded, and None means that the machine has no memory
+        left. With `page_locked`, the buffer is registered with CUDA. Pass the buffer to `give` when
+        it is no longer used.
         """
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
@@ -125,13 +131,16 @@ class HostPool:
                 self._allocated -= free.pop().nbytes
 
     def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        """Return a block from `take` to the pool."""
+        """Return `block`, a buffer from `take`, to the pool.
+
+        `page_locked` must be the same as in the call of `take`.
+        """
         with self._lock:
             insort(self._free[page_locked], block, key=_size)
             self._shrink(self.capacity)
 
     def clear(self) -> None:
-        """Free all unused blocks."""
+        """Free all buffers that are not in use."""
         with self._lock:
             self._shrink(0)
 
@@ -152,34 +161,35 @@ def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
 
 
 class DeviceSnapshot(Protocol):
-    """The copies of tensors of one device to the host during one save."""
+    """The copies to host memory that one save makes of the tensors on one device."""
 
     def copy(
         self, tensor: "torch.Tensor", into: memoryview
     ) -> "tuple[torch.Tensor, Callable[[], None]]":
-        """Start copying a tensor into the buffer `into`.
+        """Start to copy `tensor` into the buffer `into`.
 
-        Returns the copy, contiguous in C order, and a function that waits until it is complete and
-        may be called from any thread.
+        Returns the copy, a tensor in C order, and a function that waits until the copy is complete.
+        The function is safe from any thread.
         """
         ...
 
     def hold(self) -> None:
-        """Make work that is submitted to the device from now on wait for the started copies."""
+        """Make the device finish the started copies before any work submitted from now on."""
         ...
 
 
 class SnapshotDevice(Protocol):
-    """A kind of device, and how its tensors are copied to the host."""
+    """A kind of device whose tensors can be copied to host memory during a save."""
 
     def takes(self, tensor: "torch.Tensor") -> bool:
-        """Return whether the tensor is on this device."""
+        """Return whether `tensor` is on a device of this kind."""
         ...
 
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
-        """Begin a set of copies from this tensor's device.
+        """Return a new set of copies from the device on which `tensor` is.
 
-        The copies contain the tensors as they are after all work submitted to the device so far.
+        The copies have the content that the tensors have after all work that has been submitted to
+        the device so far.
         """
         ...
 
@@ -237,9 +247,9 @@ class _CudaCopies:
 
 
 def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
-    """Return a contiguous host tensor with the dtype and shape of `tensor`, backed by `memory`.
+    """Return a tensor in the host memory `memory`, with the dtype and shape of `tensor`.
 
-    Its content is not initialised.
+    The result is in C order, and its content is not initialised.
     """
     import torch
 
@@ -250,12 +260,14 @@ def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """The state that all captures of one CheckpointStore share.
+    """What a capture needs from the CheckpointStore and from the step saved before.
 
-    `known` has pieces of the previous step by change hash, a fast hash of their content. `changing`
-    has the names of large tensors that had changed at the previous save. `make_room` waits until an
-    earlier save has returned its memory to the pool, and returns False if there is none.
-    `committed` releases `known`.
+    * `known` maps change hashes to pieces of the previous step. A change hash is a fast hash of the
+      content of a piece.
+    * `changing` has the names of large tensors that had changed at the previous save.
+    * `make_room()` waits until an earlier save has returned its memory to the pool. It returns
+      False if there is no earlier save.
+    * `committed()` releases `known`.
     """
 
     pool: HostPool
@@ -300,10 +312,12 @@ class _Copy:
 
 
 class StepCapture:
-    """The capture of one step. Create it in the training thread; use it from any thread.
+    """The capture of one step.
+
+    Create the object in the training thread. Afterwards it is safe from any thread.
 
     Raises:
-        StateError: from the constructor, if a part of the model cannot be stored.
+        StateError: From the constructor, if a part of the model cannot be stored.
     """
 
     def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
@@ -470,21 +484,24 @@ class StepCapture:
         return wait
 
     def lacks_room(self) -> bool:
-        """Wait until every tensor was tried; return whether the pool had no room for some.
+        """Return whether there are tensors that were not copied because the pool had no room.
 
-        These tensors have not been copied.
+        The method waits until a capture of every tensor was tried.
         """
         self._all_tried.wait()
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture tensors whose writes torch does not count; return False if one found no room."""
+        """Capture the tensors whose writes torch does not count.
+
+        Returns False if the pool had no room for one of them.
+        """
         self._work(lambda large: not large.counted)
         with self._lock:
             return all(large.counted for large in self._without_room)
 
     def work(self) -> None:
-        """Capture tensors until none is waiting. Several threads may do so together."""
+        """Capture tensors until none is waiting. Several threads may call this at the same time."""
         self._work(lambda _: True)
 
     def _work(self, wanted: Callable[[_Large], bool]) -> None:
@@ -510,7 +527,7 @@ class StepCapture:
         self._all_tried.set()
 
     def retry(self) -> None:
-        """Try again to copy the tensors for which the pool had no room."""
+        """Try again to capture the tensors for which the pool had no room."""
         self._all_tried.wait()
         with self._lock:
             self._without_room = [large for large in self._without_room if not self._capture(large)]
@@ -552,10 +569,10 @@ class StepCapture:
             self._pieces[place] = replace(piece, data=b"")
 
     def hold(self) -> None:
-        """Wait until the model may be changed, except tensors for which the pool has no room.
+        """Wait until all tensors are captured, except for those for which the pool has no room.
 
-        Work submitted to a device from now on starts after the copies. Call it in the training
-        thread.
+        Afterwards the captured tensors may be changed. Work submitted to a device from now on
+        starts after the copies from the device. Call this method in the training thread.
         """
         self.work()
         self._all_tried.wait()
@@ -572,14 +589,14 @@ class StepCapture:
             self._held = True
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield large pieces with their change hashes as they are captured, until all are.
+        """Yield each large piece with its change hash when the piece is captured, until all are.
 
-        Pieces that the store has, and tensors for which there was no room, are left out. Each call
-        starts with the first piece again. Only one thread at a time may call it, and not one that
-        captures.
+        Pieces that the store has, and tensors for which the pool had no room, are left out. Each
+        call begins with the first piece again. Only one thread at a time may iterate, and this
+        thread must not be one that captures.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         number = 0
         while (copy := self._copy(number)) is not None:
@@ -600,10 +617,10 @@ class StepCapture:
             return self._copied[number] if number < len(self._copied) else None
 
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
-        """Wait until everything is copied and return the step. Call it once.
+        """Wait until all tensors are copied, and return the step. Call this method only once.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         self._all_tried.wait()
         for wait in (wait for copy in self._copied for wait in copy.waits):
@@ -649,7 +666,7 @@ class StepCapture:
         """See that nobody wrote to what there was no room for; call it when that has been stored.
 
         Raises:
-            ChangedModelError: somebody did.
+            ChangedModelError: Somebody did.
         """
         with self._lock:
             written = [large.name for large in self._without_room if large.written()]
@@ -673,7 +690,7 @@ class StepCapture:
             self._hashes[self._pieces[place].name] = key
 
     def settle(self) -> None:
-        """Stop capturing, and wait for the threads that are in the middle of it."""
+        """Stop the capture, and wait until no thread is in the middle of capturing a tensor."""
         with self._lock:
             self._untried -= len(self._waiting)
             self._waiting.clear()
@@ -682,11 +699,14 @@ class StepCapture:
         self._all_tried.wait()
 
     def committed(self) -> None:
-        """Release the previous step, with which this one was compared, after the commit."""
+        """Release the previous step, with which this step was compared.
+
+        Call this method after the commit.
+        """
         self._context.committed()
 
     def release(self) -> None:
-        """Return the copies to the pool. The snapshot must no longer be in use."""
+        """Return the memory of the copies to the pool. The snapshot must no longer be in use."""
         self._pieces, self._written, self._without_room = [], [], []
         self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []

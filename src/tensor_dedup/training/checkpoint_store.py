@@ -101,12 +101,12 @@ class CheckpointStore:
     compares each tensor by content, so a tensor that was changed in place is saved.
 
     If a training returns to an earlier step and continues from there, the later steps of its first
-    attempt are outdated. Therefore `latest` and `keep_last` go by the order of saving, which is
-    kept in the manifests and does not depend on a clock.
+    attempt are outdated. Therefore `latest` and `keep_last` use the order of saving, which is
+    recorded in the manifests and does not depend on a clock.
 
-    Any number of objects, runs and processes may use a store at once. Methods may be called from
-    any thread; saves take turns. Errors of the store and its disk are StoreErrors; the subclass
-    StateError says that a model cannot be taken apart or restored.
+    Any number of objects, runs and processes may use a store at the same time. Safe from any
+    thread; saves take turns. Errors of the store and its disk are StoreErrors. Their subclass
+    StateError means that a model cannot be taken apart or restored.
     """
 
     def __init__(
@@ -128,63 +128,82 @@ class CheckpointStore:
         keep_fast: int | None = 1,
         drain_backlog: int = 8,
     ) -> None:
-        """Open the store in the folder `root`, or make one, for the run `run_id`.
+        """Open the run `run_id` in the store `root`, a folder in which a store is made if needed.
 
-        `adapter` takes models apart and puts them together; by default it is chosen by the type of
-        what is saved.
+        `adapter` takes models apart and reassembles them. By default the adapter is chosen by the
+        type of the saved object.
 
-        After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
-        that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
-        or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
-        a rule all do. So they do while no step has the metric of `keep_best`, or all have NaN; the
-        first save without it logs a warning, since its name may be misspelt.
+        **Retention.** Each save deletes the steps that no rule keeps. Without a rule, all steps are
+        kept. Pinned steps and the step just saved are always kept. The rules are:
 
-        `config` (a folder, or texts by path) is kept with each step, so that engines can load
-        `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
-        "optimizer": ...}`, `weights="model"` says which.
+        * `keep_last`: keep this number of steps, those saved last.
+        * `keep_every`: keep steps whose numbers are multiples of this number.
+        * `keep_best=(metric, count, "min" or "max")`: keep the `count` steps with the best values
+          of a metric. While no step has the metric, or all values are NaN, all steps are kept. The
+          first save without the metric logs a warning, because its name may be misspelt.
 
-        New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
-        leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
-        it, and what is not encoded when a program ends without `close` stays as it was saved. With
-        "always" each save encodes everything, with None nothing is encoded. In any case, leaves
-        (2 MiB) that a tensor has in common with a stored one, at the same offset, are not stored
-        again where that saves a tenth.
+        **Files.** `config` (a folder, or a mapping from paths to texts) is stored with each step,
+        so that engines can load `store://RUN@STEP`. If the model is only a part of the saved
+        object, as in `{"model": ..., "optimizer": ...}`, `weights="model"` says which part.
 
-        The first step of a run is stored against the checkpoint of the store called `base`, an
-        import or a step of another run; without one, the nearest is found by comparing samples.
-        Later steps are stored against the one before. Tensors are paired by how their names end.
+        **Encoding.** New tensors are encoded if that saves a tenth of their size. `compress` says
+        when:
 
-        `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
-        machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
-        how many of its saves may be unfinished at once.
+        * "auto": a save encodes only what is quick. A thread encodes the rest while no save runs,
+          and `close` and `gc` wait for that thread. If a program ends without `close`, the
+          remaining tensors stay unencoded.
+        * "always": each save encodes everything.
+        * None: nothing is encoded.
 
-        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store,
-        or a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
-        committed in `root`; a thread then copies to the second tier what that lacks, in the order
-        of saving, and the step appears there when it is durable, the same to the last byte. Steps,
-        metrics and pins are those of both, and a step is loaded from where it is. The rules above
-        go by the second tier and delete from both; of what is drained, `root` keeps the `keep_fast`
-        steps that were saved last (None: all), and what is not drained stays. A copy that fails is
-        tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
-        save waits. The second tier must be there when this is called, since it alone knows which
-        step is the latest; later on it may be away. Only one `root` at a time may drain a run, and
-        to one second tier: `root` notes which it is, unless `keep_fast` is None.
+        In all cases, leaves (2 MiB) that a tensor shares with a stored tensor at the same offset
+        are not stored again if that saves a tenth.
+
+        The first step of a run is stored as differences from the checkpoint `base` of the store,
+        which may be an import or a step of another run. Without `base`, the most similar checkpoint
+        is found by comparing samples. Later steps are stored as differences from the step before.
+        Tensors are paired by the ends of their names.
+
+        **Background saves.** `pool_bytes` limits the memory for the copies that `save_async` makes,
+        by default to a quarter of the machine's memory. It may also be a HostPool, whose limit
+        several objects share. `in_flight` is the number of background saves that may be unfinished
+        at the same time.
+
+        **Second tier.** With `drain`, `root` is a fast tier and `drain` a slower and lasting second
+        tier: the folder of a store, a remote, or the URL of a remote (`s3://`, `gs://`, `az://`,
+        `file://`). A step is saved when it is committed in `root`. A thread then drains it, that
+        is, copies the missing data to the second tier, in the order of saving. The step appears
+        there when it is durable, with exactly the same content.
+
+        * Steps, metrics and pins are those on both tiers, and a step is loaded from the tier that
+          has it.
+        * The retention rules apply to the steps on the second tier, and delete from both tiers.
+        * `root` keeps the steps that are not drained yet and, of the drained steps, the `keep_fast`
+          steps that were saved last, or all if `keep_fast` is None.
+        * A copy that fails is tried again after half a second to a minute. While `drain_backlog`
+          steps are undrained, a save waits.
+        * The second tier must be reachable during this call, because only the second tier knows
+          which step is the latest. Afterwards it may be unreachable for a time.
+        * Only one `root` at a time may drain a run, and only to one second tier. `root` records
+          that tier, unless `keep_fast` is None.
 
         Raises:
-            BadNameError: the run's name is invalid.
-            BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
-                called as a step of another run would be; `kind` says which.
-            NotAStoreError: `root` or `drain` holds something else.
-            UnknownNameError: the run has no step, and there is no checkpoint `base`.
-            OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
-                was drained to.
-            DivergedTierError: another `root` has drained to it, without what this one has not yet.
-            StoreIOError, StoreAccessError: the second store cannot be read.
-            RemoteUrlError: a URL names no remote.
-            RemoteUnreachableError: the remote does not answer.
-            RemoteAccessError, ReadOnlyRemoteError: it refuses, or cannot be written to.
-            NotARemoteError: it holds something else.
-            NoConditionsError: its server knows no conditional writes, so steps could be lost.
+            BadNameError: The run's name is invalid.
+            BadOptionError: An option is invalid or needs `drain`, or the name of the run has the
+                form of a step's name; `kind` says which.
+            NotAStoreError: `root` or `drain` holds something else than a store.
+            UnknownNameError: The run has no step, and the store has no checkpoint `base`.
+            OtherTierError: The run was drained to another second tier before, or `drain` is empty,
+                for example because its disk is not mounted.
+            DivergedTierError: The second tier has steps of another `root`, saved without knowledge
+                of steps in this `root` that are still to be drained.
+            StoreIOError, StoreAccessError: The store at `drain` cannot be read.
+            RemoteUrlError: `drain` is a URL that does not name a remote.
+            RemoteUnreachableError: The remote at `drain` does not answer.
+            RemoteAccessError, ReadOnlyRemoteError: The remote at `drain` refuses the credentials,
+                or cannot be written to.
+            NotARemoteError: The place at `drain` holds something else than a remote.
+            NoConditionsError: The server at `drain` ignores conditions of writes, so steps could be
+                lost.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         _check_kinds(run_id, config, weights, drain)
@@ -251,8 +270,12 @@ class CheckpointStore:
     def close(self) -> None:
         """Wait for background saves and encoding, and free the memory and files held between saves.
 
-        With a second tier, it also waits until all steps are drained. The object can be used again
-        afterwards. Raises the error of a failed background save, and DrainError.
+        With a second tier, the method also waits until all steps are drained. The object can be
+        used again afterwards.
+
+        Raises:
+            StoreError: A background save has failed; the exception is the error of the save.
+            DrainError: A step could not be copied to the second tier.
         """
         self._saves.check()
         if self._drain is not None:
@@ -281,20 +304,21 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save a step, replacing an existing one of this number; it is durable on return.
+        """Save `model` as the step `step`, replacing an existing step with this number.
 
-        The model must not be changed meanwhile. `metrics` are numbers by name; NaN is saved, is
-        never the best, and causes one warning. `files` are small files by path, added to those of
+        The step is durable when the method returns. The model must not be changed during the call.
+        `metrics` maps names to numbers. NaN is saved with a warning, and is never the best value.
+        `files` maps paths to the content of small files, which are saved in addition to those of
         `config`.
 
         Raises:
-            ChangedModelError: a write to the model was noticed.
-            PinnedStepError: the step is pinned, so it is not replaced.
-            NotATrainingError: an imported checkpoint has the name RUN@STEP; it is not replaced.
-            BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
-            StateError: the model cannot be taken apart.
-            NestedSaveError: a signal handler, or a provider, called it in the middle of a save.
-            NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
+            ChangedModelError: A write to the model was noticed.
+            PinnedStepError: The step exists and is pinned, so it is not replaced.
+            NotATrainingError: An imported checkpoint has the name RUN@STEP, and is not replaced.
+            BadStepError, BadMetricError, NamedTwiceError: An argument is invalid.
+            StateError: The model cannot be taken apart.
+            NestedSaveError: A signal handler or a provider has called this method during a save.
+            NoSpaceError, StoreIOError: The disk failed; all saved steps are unchanged.
         """
         self._saves.wait()
         return self.commit(self.snapshot(model, step, metrics, files=files))
@@ -306,10 +330,10 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save the next step: its number is one more than the highest existing one.
+        """Save `model` as a new step, whose number is one more than the highest existing number.
 
-        Steps that were imported count too. Concurrent calls, in any process, get different numbers.
-        Otherwise it works like `save`.
+        Imported steps count too. Concurrent calls, in any process, get different numbers. The
+        arguments and errors are those of `save`.
         """
         self._saves.wait()
         while True:
@@ -330,39 +354,46 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
         lazy: bool | None = None,
     ) -> PendingSave:
-        """Start saving a step in the background; `wait` of the result returns what was saved.
+        """Start to save a step in the background; the `wait` of the result returns what was saved.
 
-        On return the model may be changed, because tensors that the store does not have were
-        copied. If `lazy`, only small tensors, plain values, and arrays and tensors whose writes
-        torch does not count (numpy arrays, tensors made in inference mode) were copied. Large
-        tensors must then stay unchanged until `before_update` has returned. A write that torch
-        counts before that is a ChangedModelError; writes through `.data`, or through an array that
-        shares a tensor's memory, go unnoticed. By default it is lazy if an optimizer is hooked.
+        The method waits while `in_flight` saves are unfinished. When it returns, the tensors that
+        the store lacks have been copied, so the model may be changed. Tensors that do not fit into
+        the pool are an exception: the method waits until they are written.
 
-        It waits while `in_flight` saves are unfinished. Tensors that do not fit into the pool are
-        waited for until they are written.
+        With `lazy`, the method returns earlier. It then copies only small tensors, plain values,
+        numpy arrays, and tensors whose writes torch does not count, such as those made in inference
+        mode. The other large tensors must stay unchanged until `before_update` has returned:
 
-        The error of a background save is raised once, by the next call of this method, `save`,
-        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing. It
-        also raises the errors of `save`.
+        * A write that torch counts leads to a ChangedModelError.
+        * A write through `.data`, or through an array that shares a tensor's memory, goes
+          unnoticed, and the step may have wrong content.
+
+        Without the argument, the save is lazy if an optimizer is hooked.
+
+        The error of a background save is raised once: by `wait` of its result, or by the next call
+        of this method, `save`, `before_update` or `close`. If this call raises the error of an
+        earlier save, it has saved nothing. This method also raises the errors of `save`.
         """
         step_name(self.run_id, step)
         self._check_replaceable(step)
         return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
-        """Wait until the model may be changed; call it before the optimizer's step.
+        """Wait until the model may be changed. Call this method before the optimizer's step.
 
-        It waits only for tensors that `save_async` has not copied yet. For copies from a device it
-        returns at once, and the device's next work waits for them. Raises the error of a failed
-        save.
+        The method waits for the tensors that `save_async` has not copied yet. It does not wait for
+        copies from a device, because the device finishes them before its next work.
+
+        Raises:
+            StoreError: A background save has failed; the exception is the error of the save.
         """
         self._saves.before_update()
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
-        """Call `before_update` before each step of an optimizer, and make `save_async` lazy.
+        """Call `before_update` before each step of `optimizer`, and make `save_async` lazy.
 
-        Hook every optimizer that changes saved tensors. Call `remove` of the result to undo it.
+        Hook every optimizer that changes saved tensors. The method `remove` of the result undoes
+        the hook.
         """
         return self._saves.hook(optimizer)
 
@@ -374,7 +405,11 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> StepSnapshot:
-        """Take a model apart for `commit`; the result may share its memory. Nothing is written."""
+        """Take `model` apart, and return the step for `commit`. Nothing is written.
+
+        The result may share the model's memory, so the model must not be changed before the commit
+        has ended. The arguments and errors are those of `save`.
+        """
         extracted = self._extract(model, step, metrics, files)
         taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
         ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
@@ -397,11 +432,11 @@ class CheckpointStore:
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
     def commit(self, snapshot: StepSource) -> Saved:
-        """Store a snapshot, then delete the steps that no retention rule keeps.
+        """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
-        With a second tier, steps are deleted once the new one is drained, and this method first
-        waits while `drain_backlog` steps are undrained. Any thread may call it. Raises the errors
-        of `save`.
+        With a second tier, the method first waits while `drain_backlog` steps are undrained, and
+        older steps are deleted after the new step is drained. Safe from any thread. The errors are
+        those of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))
@@ -431,15 +466,16 @@ class CheckpointStore:
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """Load the model of a step, into `original` if one is given; some adapters need one.
+        """Load the model of a step, into `original` if that is given.
 
-        Every byte is verified. The cost depends on this step alone.
+        Some adapters need an `original`. Every byte is verified. How long a load takes does not
+        depend on other steps.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name was imported.
-            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
-            StateError: the state cannot be restored, or not into `original`.
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint with the name RUN@STEP was imported.
+            CorruptTensorError, MissingObjectError: The store has no intact copy of a tensor.
+            StateError: The state cannot be restored, or does not fit `original`.
         """
         if self._drain is not None:
             adapter, values = self._drain.read(step, self._read)
@@ -470,8 +506,8 @@ class CheckpointStore:
         The name is a hash of the content, so it changes when the step is saved again.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name was imported.
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint with the name RUN@STEP was imported.
         """
         if self._drain is not None:
             return self._drain.manifest(step)
@@ -479,7 +515,10 @@ class CheckpointStore:
             return manifest_of(self.store.handle.objects, self.run_id, step)[0]
 
     def steps(self) -> list[int]:
-        """Return the numbers of the run's steps, sorted. All are complete; imports are left out."""
+        """Return the numbers of the run's steps, sorted.
+
+        Only complete steps have a number. Imported checkpoints are left out.
+        """
         return list(self._places())
 
     def _places(self) -> "Mapping[int, StepPlace]":
@@ -489,16 +528,16 @@ class CheckpointStore:
             return self._steps.places()
 
     def latest(self) -> int | None:
-        """Return the step that was saved last, or None if the run has none.
+        """Return the number of the step that was saved last, or None if the run has no steps.
 
-        That is the highest number unless a training went back: if step 6 is saved when step 10
-        exists, 6 is the latest. Of two steps saved at the same moment it is either.
+        This is the highest number, unless a training went back: if step 6 is saved after step 10,
+        the latest step is 6. If two steps were saved at the same moment, either may be returned.
         """
         order = in_save_order(self._places())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step, in order of the steps."""
+        """Return the metrics of each step, by step number, in the order of the numbers."""
         return {each.step: each.metrics for each in self._described()}
 
     def _described(self) -> list[Step]:
@@ -510,13 +549,16 @@ class CheckpointStore:
     def best(self, metric: str, mode: Mode | None = None) -> int:
         """Return the step with the lowest (`mode` "min") or highest ("max") value of a metric.
 
-        Without a mode, it is taken from `keep_best` of this object, or else from the saved steps,
-        or else from the name of the metric, such as `val_loss` or `accuracy`. Of equal values, the
-        earliest step is returned.
+        If several steps have this value, the one with the lowest number is returned. If `mode` is
+        not given, the first of these that says it counts:
+
+        1. the argument `keep_best` of this object;
+        2. the saved steps;
+        3. the name of the metric, such as `val_loss` or `accuracy`.
 
         Raises:
-            UnknownMetricError: no step has the metric.
-            UnknownGoalError: `mode` is not given and cannot be found in these ways.
+            UnknownMetricError: No step has the metric.
+            UnknownGoalError: `mode` is not given, and none of these says it.
         """
         steps = self._described()
         noted = (step.goals for step in reversed(steps))
@@ -524,12 +566,12 @@ class CheckpointStore:
         return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Delete a step; `gc` frees its space.
+        """Delete a step. Its space is freed by the next `gc`.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            PinnedStepError: the step is pinned.
-            NotATrainingError: the checkpoint of this name is no step of this run.
+            UnknownStepError: The run has no such step.
+            PinnedStepError: The step is pinned.
+            NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run.
         """
         if self._drain is not None:
             self._drain.delete(step)
@@ -559,22 +601,23 @@ class CheckpointStore:
             yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
-        """Delete the steps that no retention rule keeps, as each save does; `gc` frees their space.
+        """Delete the steps that no retention rule keeps, and return their numbers.
 
-        Returns their numbers; with `dry_run` they are not deleted. With `among`, only these steps
-        may be deleted. The step saved last, and steps that cannot be read, are never deleted.
+        Each save does the same. With `dry_run`, the numbers are returned but nothing is deleted. If
+        `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
+        be read, are never deleted. The space is freed by the next `gc`.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
         return self._delete_unretained(None, dry_run=dry_run, among=among)
 
     def pin(self, step: int) -> None:
-        """Protect a step from retention rules and replacement, until `unpin`.
+        """Protect a step from deletion and replacement, until `unpin` is called.
 
         Raises:
-            UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name is no step of this run, or a checkpoint
-                was imported under the name of the pin.
+            UnknownStepError: The run has no such step.
+            NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or a
+                checkpoint was imported under the name of the pin.
         """
         if self._drain is not None:
             self._drain.pin(step)
@@ -583,10 +626,10 @@ class CheckpointStore:
             pin_step(self.store.handle.objects, self.run_id, step)
 
     def unpin(self, step: int) -> None:
-        """Remove a step's protection. Without effect if it is not pinned.
+        """Remove the pin of a step. Do nothing if the step is not pinned.
 
         Raises:
-            NotATrainingError: a checkpoint was imported under the name of the pin.
+            NotATrainingError: A checkpoint was imported under the name of the pin.
         """
         if self._drain is not None:
             self._drain.unpin(step)
@@ -600,30 +643,32 @@ class CheckpointStore:
             objects.drop_ref(name, check_name=check)
 
     def pinned(self) -> set[int]:
-        """Return the steps that are pinned."""
+        """Return the numbers of the steps that are pinned."""
         if self._drain is not None:
             return self._drain.kept()
         with self.store.handle.locked():
             return kept_steps(self.store.handle.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Free the space that no checkpoint of the store uses, as `Store.gc` does.
+        """Free the space that no checkpoint in the store needs, as `Store.gc` does.
 
-        Waits for background saves and encoding first.
+        The method first waits for background saves and encoding.
         """
         self._saves.finish()
         self._saver.finish_encoding()
         return self.store.gc(grace_hours)
 
     def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
-        """Copy all steps that are only on the fast tier to the second tier, if there is one.
+        """Copy all steps that are only on the fast tier to the second tier.
 
-        Every save starts this for its own step. Call it to drain steps that other processes have
-        committed, as ranks do, or to wait, for `timeout` seconds at most.
+        Without a second tier, do nothing. Every save starts the copy of the saved step. Call this
+        method to drain steps that other processes, such as ranks, have committed, or to wait for
+        the copies. With `wait`, the method returns when all steps are drained, or raises DrainError
+        after `timeout` seconds.
 
         Raises:
-            DrainError: a step could not be copied, or not in time. It stays on the fast tier, and
-                copying is tried again.
+            DrainError: A step could not be copied, or was not copied in time. The step stays on the
+                fast tier, and the copy is tried again.
         """
         if self._drain is None:
             return
@@ -633,16 +678,26 @@ class CheckpointStore:
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:
-        """Return the steps still to be copied to the second tier, in the order of copying."""
+        """Return the numbers of the steps that are not on the second tier yet.
+
+        They are in the order in which they will be copied. Without a second tier, the list is
+        empty.
+        """
         return [] if self._drain is None else self._drain.undrained()
 
     def stats(self) -> dict[str, object]:
-        """Return measurements of this run as a dict, without reading tensors.
+        """Return figures about this run as a dict, without reading tensors.
 
-        Keys: run_id, checkpoints, total_chunks (tensors in its steps), unique_chunks (distinct
-        ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
-        ones take on disk). With a second tier, these are of the fast tier alone, and two more keys
-        are undrained (number of steps) and drain_error (the error of the last copy, or None).
+        * `run_id` is the name of the run, and `checkpoints` the number of its steps.
+        * `total_chunks` is the number of tensors in its steps, `unique_chunks` the number of
+          distinct tensors, and `dedup_ratio` their quotient, unique / total. A lower ratio means
+          more reuse.
+        * `total_bytes` is the number of bytes that the distinct tensors take on disk.
+
+        With a second tier, these figures are for the fast tier alone, and there are two more keys:
+
+        * `undrained` is the number of steps that are not on the second tier yet.
+        * `drain_error` is the error of the last copy, or None.
         """
         with self.store.handle.locked():
             found = run_stats(self.store.handle.objects, [self.run_id], self.run_id).to_dict()
@@ -740,27 +795,30 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
 
 
 class TensorCasStore(CheckpointStore):
-    """A CheckpointStore with the name and the arguments of the class in the package tensorcas."""
+    """A CheckpointStore with the name and the arguments that the package tensorcas uses."""
 
 
 def list_runs(root: "StrPath | LocalStore") -> list[str]:
-    """Return the names of the runs that have steps in the store in the folder `root`, sorted.
+    """Return the names of the runs that have steps in the store `root`, sorted.
+
+    `root` is an open store, or the folder of a store.
 
     Raises:
-        NotAStoreError: the folder has no store.
+        NotAStoreError: The folder does not contain a store.
     """
     store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
     return store.runs()
 
 
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
-    """Read and verify the tensors of an open step; return them by name, in order.
+    """Read and verify the tensors in `checkpoint`, an open step; return them by name, in order.
 
-    Each is an array, or a NamedValue if numpy lacks its dtype, with memory of its own. Peak memory
-    is little more than the step's size.
+    Each value is a numpy array, or a NamedValue if numpy lacks the dtype, and has memory of its
+    own. `threads` is the number of threads that read. Peak memory is little more than the size of
+    the step.
 
     Raises:
-        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+        CorruptTensorError, MissingObjectError: The store has no intact copy of a tensor.
     """
     tensors = {tensor.name: tensor for tensor in checkpoint}
     named = defaultdict(list)

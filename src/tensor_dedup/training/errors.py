@@ -1,8 +1,8 @@
 """The errors of saving and loading the steps of a run, and of converting models to state.
 
 StoreError
-  - caused by use: NamedTwiceError       two tensors have one name, or a file a tensor's place
-                   ForkedSaveError       a save of another process is waited for
+  - caused by use: NamedTwiceError       two parts of a step have the same name
+                   ForkedSaveError       a forked child waits for a save of its parent
                    NestedSaveError       a signal handler saves in the middle of a save
   - environment:   BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
@@ -10,16 +10,16 @@ StoreError
                    DivergedTierError     the second tier has steps that the fast tier never saw
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
-                   UnsupportedValueError    a Python value has no form in a checkpoint
-                   UnsupportedArrayError    an array or a tensor has none
-                   CyclicStateError         a container holds itself
-                   UnknownModelError        no adapter takes an object of this type
+                   UnsupportedValueError    a Python value cannot be stored in a checkpoint
+                   UnsupportedArrayError    an array or a tensor cannot be stored in a checkpoint
+                   CyclicStateError         a container contains itself
+                   UnknownModelError        no adapter accepts an object of this type
                    UnknownAdapterError      no adapter has this name
-                   ProviderTakenError       a type or a name has a provider already
-  - StateError, putting it together:
+                   ProviderTakenError       a type or a name has another provider already
+  - StateError, reassembling a model:
                    DamagedStateError        the stored state is not valid
-                   UnknownProviderError     a provider that it needs is not registered here
-                   ForbiddenClassError      it names a class that is not on the list
+                   UnknownProviderError     a provider that the state needs is not registered
+                   ForbiddenClassError      the state names a class that is not on the list
                    MismatchedOriginalError  `original` is another kind of object
 
 The message of a StateError names the place in the object as a Python expression. Every message ends
@@ -56,17 +56,17 @@ class BrokenSaveError(AdvisedError):
 class NestedSaveError(AdvisedError):
     """A thread began or awaited a save in the middle of another save of the same CheckpointStore.
 
-    This happens in a signal handler, or in a provider that saves. Nothing was saved by the inner
-    call, and the outer save goes on.
+    This happens in a signal handler or a provider that saves. The inner call has saved nothing, and
+    the outer save continues.
     """
 
     advice = "let the signal handler note the signal, and save when the call has returned"
 
 
 class DrainError(AdvisedError):
-    """Steps could not be copied to the second tier and are on the fast tier only.
+    """Steps could not be copied to the second tier, so they are on the fast tier only.
 
-    They stay there. The error of the copy is the cause of this one.
+    The steps stay on the fast tier. The `__cause__` of this error is the error of the copy.
     """
 
     advice = "see to its cause; the next handle with this `drain` copies them first"
@@ -75,14 +75,15 @@ class DrainError(AdvisedError):
 class OtherTierError(StoreError):
     """The second tier is not the one to which this run was drained before.
 
-    Its disk may not be mounted. Nothing was written there, and the fast tier keeps its steps.
+    The disk of the earlier one may not be mounted. Nothing was written to the second tier, and the
+    fast tier keeps its steps.
     """
 
     @classmethod
     def of(cls, fast: PurePath, run: str, known: str, where: str, note: PurePath) -> Self:
-        """Return the error about the second tier at `where`, when the earlier one was at `known`.
+        """Return the error about the second tier at `where`, for a run with the fast tier `fast`.
 
-        `note` is the file that records the earlier one.
+        `known` is the place of the earlier second tier, and `note` the file that records it.
         """
         now = "what is there now" if known == where else where
         what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
@@ -93,18 +94,21 @@ class OtherTierError(StoreError):
 
 
 class DivergedTierError(StoreError):
-    """The second tier has steps from another fast tier, and this one has undrained steps too.
+    """The second tier has steps from another fast tier, and this fast tier has undrained steps.
 
     Two fast tiers were used in turn, and this one had not drained its last steps when the other one
-    continued. If they were drained now, they would count as later than the other's steps. Both
-    tiers keep their steps.
+    continued. If these steps were drained now, they would count as later than the steps of the
+    other fast tier. All tiers keep their steps.
     """
 
     @classmethod
     def of(
         cls, fast: PurePath, run: str, steps: Sequence[int], where: str, theirs: Sequence[int]
     ) -> Self:
-        """Return the error about undrained `steps` at `fast`, and steps `theirs` at `where`."""
+        """Return the error about the undrained `steps` of a run on the fast tier `fast`.
+
+        `theirs` are the steps from another fast tier on the second tier at `where`.
+        """
         store = shlex.quote(str(fast))
         what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
         what += f"{_numbered(steps)} here, saved without them, would come after them"
@@ -117,9 +121,10 @@ class DivergedTierError(StoreError):
 
 
 class DivergedStepError(AdvisedError):
-    """The two tiers have different states of a step, and it is unknown which one is later.
+    """The two tiers have different states of a step, and it is unknown which state is later.
 
-    Two fast tiers were used in turn. The state on the second tier is used, and both are kept.
+    Two fast tiers were used in turn. The state on the second tier is used, and both states are
+    kept.
     """
 
     advice = (
@@ -135,7 +140,10 @@ class StateError(StoreError):
 
     @classmethod
     def at(cls, place: str, what: str, **facts: object) -> Self:
-        """Return the error about the value at `place`; its message ends with advice."""
+        """Return the error about the value at the path `place` in a model.
+
+        `what` describes the fault. The message ends with the advice of the class.
+        """
         return cls(f"{place or 'the model'}: {what}; {cls.advice}", place=place, **facts)
 
 
@@ -170,7 +178,10 @@ class UnknownAdapterError(StateError):
 
 
 class ProviderTakenError(StateError):
-    """A type or a name already has a provider; a second one would read the first one's state."""
+    """A type or a name already has another provider, which cannot be replaced.
+
+    The new provider would be given states that the other one has saved.
+    """
 
     advice = "register each type, and each name, once in a process"
 
@@ -188,7 +199,7 @@ class UnknownProviderError(StateError):
 
 
 class ForbiddenClassError(StateError):
-    """The checkpoint names a class that loading does not look up, for safety."""
+    """The checkpoint names a class that is not on the list of classes that a load may look up."""
 
     advice = "pass an `original` of that class"
 

@@ -1,9 +1,10 @@
 """Find a base for the first step of a run: a stored checkpoint with similar tensors.
 
-The first step is stored as differences from the base. It is the checkpoint that the user names or,
-without one, the one that differs in the fewest bits of some samples. Only checkpoints that have
-tensors of the dtypes, sizes and similar names of the run's largest ones are compared. Fine-tunes of
-one base, runs of a hyperparameter sweep and restarted runs usually have such a base.
+The first step is stored as differences from the base. The base is the checkpoint that the user
+names. If the user does not name one, samples of tensors are compared, and the checkpoint that
+differs in the fewest bits is used. Only checkpoints are compared that have tensors like the largest
+ones in the step, with the same dtype, the same size and a similar name. Fine-tunes of a common
+base, runs of a hyperparameter sweep and restarted runs usually find a base.
 """
 
 import math
@@ -29,7 +30,7 @@ _Ending: TypeAlias = tuple[str, str | None, int]
 
 
 class Candidate(Protocol):
-    """A new tensor, in memory or in a file, from which samples can be read."""
+    """A new tensor of which samples can be read, in memory or in a file."""
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class Candidate(Protocol):
 
     @property
     def dtype(self) -> str | None:
-        """The tensor's dtype, or None if it has none."""
+        """The tensor's dtype, or None if the piece is not a tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -48,15 +49,15 @@ class Candidate(Protocol):
         """The concatenated digests of the tensor's leaves."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop`. They need not be verified."""
+        """Return the bytes from `start` to `stop`, which need not be verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """How to find the base of a run's first step.
+    """The first step of a run, for which a base is to be found.
 
-    `name` is the checkpoint to use as the base; if it is None, the most similar one is searched
-    for.
+    `name` is the checkpoint to use as the base. If it is None, the most similar checkpoint in the
+    store is used.
     """
 
     run: str
@@ -65,9 +66,10 @@ class FirstStep:
     def bases(
         self, objects: Objects, index: StoreIndex, tensors: Sequence[Candidate]
     ) -> dict[str, bytes]:
-        """Return, by name of a tensor, the digest of a similar stored tensor of the base.
+        """Return the tensors of the base that are similar to `tensors`.
 
-        The result is empty if no checkpoint is related.
+        The result maps names in `tensors` to digests of tensors in the base. It is empty if no
+        checkpoint in the store is related, or if the base cannot be read.
         """
         with suppress(StoreError):  # it was deleted, or is damaged
             name = self.name or _nearest(objects, index, tensors, self)

@@ -13,10 +13,11 @@ from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 
 
 class BaseStep:
-    """The step with which a save compares, from the beginning of the save to its commit.
+    """The step with which a save compares its tensors, from the save's beginning to its commit.
 
-    A save keeps no copy of tensors that it finds in `pieces` (by change hash), so these must stay
-    in the store. They do while the step's name still leads to them.
+    `pieces` maps change hashes to the large pieces of the step. A save keeps no copy of a tensor
+    that it finds there, so these pieces must stay in the store. They stay as long as the step's
+    name still leads to them.
     """
 
     _all: ClassVar[set["BaseStep"]] = set()
@@ -36,7 +37,7 @@ class BaseStep:
 
     @staticmethod
     def all() -> "list[BaseStep]":
-        """Return the base steps of all running saves in this process, for any store."""
+        """Return the base steps of all running saves in this process, for all stores."""
         return list(BaseStep._all.copy())
 
     def is_there(self) -> bool:
@@ -46,7 +47,7 @@ class BaseStep:
         return False
 
     def release(self) -> None:
-        """Unregister the base step when the save has ended. May be called twice."""
+        """Remove the base step from `all` after the save has ended. Further calls do nothing."""
         BaseStep._all.discard(self)
 
 
@@ -55,7 +56,10 @@ os.register_at_fork(after_in_child=BaseStep._all.clear)
 
 
 def containers_there(objects: Objects, last: LastStep) -> set[ContainerId]:
-    """Return the containers of a step that still exist with the same size and are not damaged."""
+    """Return those containers of the step `last` that still exist with the same size.
+
+    Containers that are noted as damaged are left out.
+    """
     files, bad = objects.files, set(objects.bad_containers())
     return {
         container

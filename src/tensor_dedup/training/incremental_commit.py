@@ -1,10 +1,12 @@
-"""Commit a step: new pieces are written to containers, known ones are only referred to.
+"""Commit a step: write new pieces to containers, and only refer to pieces that are stored.
 
 A snapshot has the pieces of a step, in memory that is not written to until the commit has returned.
-A commit may run in any thread, and may store large pieces before the last one is captured. Pieces
-are compared with those of the step saved last by a fast hash of their bytes, the change hash. A
-piece that is not found there is looked up in the store by its digest. Names and addresses do not
-matter. `tensor_dedup.store.writing.transaction` explains the order in which files become durable.
+A commit may run in any thread, and may store large pieces before the last one is captured.
+
+The change hash, a fast hash of the bytes of a piece, says whether the step saved last has a piece
+with the same bytes. If not, the piece is looked up in the store by its digest. Names and addresses
+of tensors do not matter. `tensor_dedup.store.writing.transaction` explains the order in which files
+become durable.
 """
 
 import threading
@@ -79,7 +81,7 @@ _T = TypeVar("_T")
 
 
 class PieceWriter:
-    """Stores the pieces of one step, within a session and a transaction of the store."""
+    """Stores the pieces of one step in an open session and transaction of the store."""
 
     def __init__(
         self,
@@ -110,7 +112,10 @@ class PieceWriter:
         self._known: dict[bytes, Places] = {}
 
     def write(self, wanted: Wanted) -> None:
-        """Store the pieces that the store does not have; `finish` returns their places."""
+        """Store those of the pieces in `wanted` that the store does not have.
+
+        `finish` returns the places of all these pieces.
+        """
         # What was hashed is written while more is hashed.
         for some in _batches(hash_pieces(self._hasher, wanted), lambda piece: piece.nbytes):
             found = self._look_up({piece.hashed.digest for piece in some})
@@ -122,9 +127,10 @@ class PieceWriter:
             self._known |= found
 
     def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
-        """Return the places of all pieces given to `write`, by change hash. Call it once.
+        """Return the places of all pieces given to `write` or in `again`, by change hash.
 
-        The pieces in `again` are written even if the store has them.
+        The pieces in `again` are written first, even if the store has them. Call this method only
+        once.
         """
         moved = list(hash_pieces(self._hasher, again))
         self._write(moved)
@@ -162,15 +168,21 @@ class PieceWriter:
         return others
 
     def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
-        """Return the change hashes of the given pieces that the store does not have any more."""
+        """Return the change hashes of those pieces that the store does not have any more.
+
+        `elsewhere` maps change hashes to pieces that an earlier step has stored.
+        """
         places = self._look_up({known.digest for known in elsewhere.values()}) if elsewhere else {}
         return [key for key, known in elsewhere.items() if known.digest not in places]
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Return the current places of pieces whose bytes are no longer in memory.
 
+        `elsewhere` maps change hashes to pieces that an earlier step has stored, with the places
+        that they had then.
+
         Raises:
-            LostHitError: some are no longer in the store.
+            LostHitError: Some of the pieces are no longer in the store.
         """
         places = self._look_up({known.digest for known in elsewhere.values()})
         gone = [key for key, known in elsewhere.items() if known.digest not in places]
@@ -245,11 +257,11 @@ def _is_unicode(text: str) -> bool:
 
 
 class StepSource(Protocol):
-    """A step to be committed, parts of which may still be being captured."""
+    """A step that is to be committed. Parts of it may not be captured yet."""
 
     @property
     def notes(self) -> Notes:
-        """The step's notes: run, step number, adapter, metrics and so on."""
+        """The notes of the step: its run, number, adapter, metrics and so on."""
         ...
 
     @property
@@ -268,12 +280,13 @@ class StepSource(Protocol):
         ...
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield large pieces in private memory with their change hashes, as they are captured.
+        """Yield each large piece with its change hash when the piece is captured.
 
-        Each call starts with the first piece again.
+        The pieces are in memory to which nothing else writes. Each call begins with the first piece
+        again.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
+            ChangedModelError: A tensor was changed before it was copied.
         """
         ...
 
@@ -281,8 +294,8 @@ class StepSource(Protocol):
         """Wait until the step is captured completely, and return it.
 
         Raises:
-            ChangedModelError: a tensor was changed before it was copied.
-            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
+            ChangedModelError: A tensor was changed before it was copied.
+            NamedTwiceError, EscapingPathError, NotTextError: A name is invalid.
         """
         ...
 
@@ -293,17 +306,20 @@ class StepSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
-    """A step to be committed: its notes, its tensors, and small files by their paths.
+    """A completely captured step that is to be committed.
 
-    `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
-    no bytes: they equal large pieces of an earlier step. Pieces named in `private` are in memory to
-    which nothing else writes. If `new`, the commit must not replace a step. If `background`, the
-    training continues during the commit.
-
-    `again` returns the bytes of a piece in `same`, given its name and hash, and whether they are in
-    private memory; None if they are no longer in memory. `check_unchanged` is called when all bytes
-    have been read, and raises ChangedModelError if some were written to. `committed` is called when
-    the step is committed.
+    * `pieces` are its tensors, and `files` its small files by their paths.
+    * `hashes` maps names of pieces to change hashes, as far as these are known.
+    * `same` has pieces that equal large pieces of an earlier step. They have a change hash but no
+      bytes in `pieces`.
+    * `private` has the names of pieces that are in memory to which nothing else writes.
+    * `new` is True if the commit must not replace a step.
+    * `background` is True if the training continues during the commit.
+    * `again(name, change_hash)` returns the bytes of a piece in `same`, and whether these are in
+      private memory. It returns None if the bytes are no longer in memory.
+    * `check_unchanged()` is called when all bytes have been read. It raises ChangedModelError if
+      some bytes were written to.
+    * `committed()` is called when the step is committed.
     """
 
     notes: Notes
@@ -323,12 +339,13 @@ class StepSnapshot:
         return iter(())
 
     def whole(self) -> Self:
-        """Check the names, and return the step itself.
+        """Check the names in the step, and return the step itself.
 
         Raises:
-            NamedTwiceError: two parts have the same name, or one has a name that an export needs.
-            EscapingPathError: a small file's path would leave the folder of an export.
-            NotTextError: a name is not valid Unicode.
+            NamedTwiceError: Two parts have the same name, or a part has a name that an export
+                needs.
+            EscapingPathError: The path of a small file leads out of the folder of an export.
+            NotTextError: A name is not valid Unicode.
         """
         self._check_names()
         return self
@@ -374,9 +391,11 @@ class StepSnapshot:
 class Saved:
     """The result of a save. Sizes are in bytes.
 
-    `new_bytes` is the size of tensors that were not in the store before. `stored_bytes` were
-    written for them, including tables and manifests; later encoding may reduce that. `seconds` is
-    the time until everything was durable.
+    * `new_tensors` is the number of tensors that were not in the store before, and `new_bytes`
+      their size.
+    * `stored_bytes` is the number of bytes that were written for these tensors, with tables and
+      manifests. A later encoding may reduce the number.
+    * `seconds` is the time until everything was durable.
     """
 
     name: str
@@ -391,19 +410,22 @@ class Saved:
 
 
 class SaveLock:
-    """A lock for saves that detects when its own thread asks for it again.
+    """A lock for saves that can detect that the calling thread holds it already.
 
-    That happens when a signal handler or a provider starts a save in the middle of one.
+    A thread asks for the lock again if a signal handler or a provider starts a save in the middle
+    of another save.
     """
 
     def __init__(self) -> None:
         self._lock, self._owner = threading.Lock(), 0
 
     def check(self, root: Path) -> None:
-        """Check that this thread does not hold the lock; call it before entering the lock.
+        """Check that the calling thread does not hold the lock.
+
+        Call this before `with lock:`. `root` is the folder of the store, for the message.
 
         Raises:
-            NestedSaveError: this thread holds it.
+            NestedSaveError: The calling thread holds the lock.
         """
         if self._owner == threading.get_ident():
             raise NestedSaveError.at(root, "a save was begun in the middle of another one")
@@ -442,7 +464,7 @@ class Saver:
         return self._objects.layout.root
 
     def reset(self) -> None:
-        """Reset the state in a forked child, where the holder of a lock does not exist."""
+        """Reset the state in a forked child, where a thread that held a lock does not exist."""
         self._lock = SaveLock()
         self._order.renew_lock()
         self._deltas = Deltas()
@@ -456,11 +478,14 @@ class Saver:
         self._encoder.finish()
 
     def wait_for_encoding(self, step: int, enough: Callable[[], bool]) -> None:
-        """Wait until a step is encoded, or until `enough`, called repeatedly, returns True."""
+        """Wait until no encoding for the step is left, or until `enough` returns True.
+
+        `enough` is called again and again during the wait.
+        """
         self._encoder.wait_for(step_name(self._order.run, step), enough)
 
     def drop_encoding(self) -> None:
-        """Discard the pending encoding; the tensors stay stored unencoded."""
+        """Discard the pending encoding. The tensors stay unencoded in the store."""
         self._encoder.drop()
 
     def close(self) -> None:
@@ -478,29 +503,31 @@ class Saver:
             self._last, self._shown = self._last.moved(change), self._shown.moved(change)
 
     def base(self) -> BaseStep:
-        """Return the step committed last, with its large pieces, for the next save to compare with.
+        """Return the step committed last, with which the next save compares its large pieces.
 
-        It does not wait for a running commit. When drained steps are removed from a fast tier,
-        these pieces stay until the result is released. Deleting the step explicitly may remove
-        them.
+        This method does not wait for a running commit. Until the result is released, its pieces
+        stay on a fast tier even if the drained step is removed there. They may be removed if the
+        step is deleted explicitly.
         """
         with os_errors(self._objects.layout.root):
             return BaseStep(self._objects, self._shown)
 
     def commit(self, step: StepSource) -> Saved:
-        """Store a step under its name atomically, replacing one of the same name.
+        """Store `step` under its name atomically, replacing an existing step of the same name.
 
         After any error, earlier steps are unchanged. If the disk fails at the very end, the new
         step may or may not exist.
 
         Raises:
-            PinnedStepError: the step is pinned, perhaps since this commit began.
-            NotATrainingError: an imported checkpoint has the step's name.
-            NameTakenError: the step must be new, and the name exists.
-            ChangedModelError: the model was written to meanwhile.
-            NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
-            NestedSaveError: this thread is already committing a step of the same CheckpointStore.
-            StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
+            PinnedStepError: The step exists and is pinned, perhaps since this commit began.
+            NotATrainingError: An imported checkpoint has the step's name.
+            NameTakenError: The step must be new, and the name exists.
+            ChangedModelError: The model was written to during the commit.
+            NamedTwiceError, EscapingPathError, NotTextError: A name is invalid.
+            NestedSaveError: The calling thread is already committing a step of the same
+                CheckpointStore.
+            StoreError: The disk failed. The error is a NoSpaceError, a StoreIOError or another
+                subclass.
         """
         try:
             return self._commit(step)
@@ -761,8 +788,8 @@ class _Commit:
         """Look all containers up again, and make those durable that others have written.
 
         Raises:
-            LostHitError: one is not there any more.
-            ChangedModelError: a tensor was changed before it was stored.
+            LostHitError: One is not there any more.
+            ChangedModelError: A tensor was changed before it was stored.
         """
         self._snapshot.check_unchanged()
         files, layout = self._objects.files, self._objects.layout

@@ -1,20 +1,23 @@
 """Decide which tensors of a step are encoded, by which codec, against which base, and when.
 
-The base of a large tensor is the tensor of the same name in the previous step, or that tensor's own
-base. So the tensors of successive steps are stored as deltas from one anchor, never from other
-deltas. Samples decide for each name, and a decision holds for some steps. A new anchor is stored
-when a delta takes more space than the tensor has taken on average since the last anchor.
+**Large tensors.** The base of a large tensor is the tensor with the same name in the previous step,
+or, if that tensor is itself a delta, the base of that delta. So the tensors of successive steps are
+deltas from a common base, called the anchor, and never from other deltas. Samples decide how the
+tensor with a name is encoded, and the decision holds for some steps. A new anchor is stored when a
+delta takes more space than the tensor has taken on average since the last anchor.
 
-Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one, without
-samples. If some of one type and size did not get smaller, the next ones are skipped for a while.
+**Leaves.** Leaves that the anchor has at the same offset take no space. If no codec makes the other
+leaves much smaller, each of them becomes a piece of its own (a part), which is stored once for all
+steps that have the leaf. A new anchor is stored when the tensor and the anchor have no leaf in
+common, or when the parts take too much space.
 
-A save encodes only what is quick: small tensors, a limited amount of large ones, and those of which
-samples have shown that few numbers change. It stores all others unencoded and leaves them to
-`BackgroundEncoder`.
+**Small tensors.** Small tensors, such as trees, biases and texts, are encoded one by one, without
+samples. If some tensors of one type and size did not become smaller, the next ones are skipped for
+a while.
 
-Leaves that the anchor has at the same offset take no space. Where no codec makes the other leaves
-much smaller, each becomes a piece of its own (a part), which is stored once for all steps that have
-it. A new anchor is stored when no leaf is in common, or when the parts take too much space.
+**When.** A save encodes only tensors that it can encode quickly: small tensors, a limited amount of
+large ones, and tensors in which few numbers change according to samples. It stores all other
+tensors unencoded and leaves them to `BackgroundEncoder`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,25 +82,29 @@ _MOST_PARTS = 100
 
 @dataclass(slots=True)
 class HitRate:
-    """How often encoding has failed for tensors of one type and size, and how many to skip."""
+    """How useful encoding was for small tensors of one type and size.
+
+    `misses` counts the successive tensors that did not become smaller, and `skip` the tensors that
+    are still to be left unencoded.
+    """
 
     misses: int = 0
     skip: int = 0
 
 
 class SmallTensorPolicy:
-    """Decides which small tensors are encoded. Used by one save at a time."""
+    """Decides which small tensors are encoded. Use it for one save at a time."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str | None, int], HitRate] = {}
         self._tried = 0
 
     def begin(self) -> None:
-        """Reset the count of attempts at the beginning of a save."""
+        """Begin a save: reset the count of attempts, whose number is limited for each save."""
         self._tried = 0
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
-        """Yield the tensors that are worth encoding, each with its plan."""
+        """Yield those of the tensors in `fresh` that are worth encoding, each with its plan."""
         for piece in fresh:
             rate = self._rate_of(piece)
             fit = piece.dtype is not None and SMALLEST <= piece.view.nbytes < PACK_BELOW
@@ -111,7 +118,10 @@ class SmallTensorPolicy:
             yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
     def stored(self, piece: Fresh, nbytes: int | None) -> None:
-        """Record the result of a plan: the stored bytes, or None if encoding saved nothing."""
+        """Record the result of the plan for `piece`.
+
+        `nbytes` is the number of stored bytes, or None if encoding did not make the tensor smaller.
+        """
         rate = self._rate_of(piece)
         rate.misses = 0 if nbytes is not None else rate.misses + 1
         if rate.misses >= _MISSES:
@@ -125,7 +135,7 @@ def checked_compress(compress: Compress) -> Compress:
     """Return `compress` if it is "auto", "always" or None.
 
     Raises:
-        BadOptionError: it is another value.
+        BadOptionError: `compress` is another value.
     """
     if compress not in ("auto", "always", None):
         raise BadOptionError.of(BadOption.COMPRESS, "CheckpointStore", f"compress={compress!r}")
@@ -134,9 +144,9 @@ def checked_compress(compress: Compress) -> Compress:
 
 @dataclass(frozen=True, slots=True)
 class LeftTensor:
-    """A tensor that a save has stored unencoded, to be encoded later in the background.
+    """A tensor that a save has stored unencoded, and that is to be encoded in the background.
 
-    `before` is the digest of the tensor of this name in the previous step, or None.
+    `before` is the digest of the tensor with the same name in the previous step, or None.
     """
 
     name: str
@@ -145,7 +155,7 @@ class LeftTensor:
     before: bytes | None
 
     def against(self, before: bytes | None) -> "LeftTensor":
-        """Return a copy whose base is taken from the tensor with the digest `before`."""
+        """Return a copy with another `before`, the digest of the tensor that leads to a base."""
         return replace(self, before=before)
 
 
@@ -167,14 +177,15 @@ class _Decision:
 
 
 class Deltas:
-    """Decides how large tensors are encoded, and remembers the decisions by name.
+    """Decides how large tensors are encoded, and remembers the decisions by name of a tensor.
 
-    A save and the encoding of an earlier one may use it at the same time, without a lock. A
-    decision that is overwritten is only a guess, which later samples correct.
+    A save and the encoding of an earlier save may use the object at the same time, without a lock.
+    If one overwrites a decision of the other, no harm is done, because a decision is only a guess
+    that later samples correct.
     """
 
     def __init__(self) -> None:
-        """Begin without decisions."""
+        """Create the object without any decisions."""
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}
@@ -186,10 +197,11 @@ class Deltas:
         anchor_bytes: int,
         sharing: LeafSharing | None = None,
     ) -> Plan | None:
-        """Return how to encode a tensor, or None to store it unencoded.
+        """Return a plan for encoding the tensor `piece`, or None to store it unencoded.
 
-        `anchor_bytes` is the stored size of the anchor. With `sharing`, leaves of the tensor may
-        become pieces of their own.
+        `anchor` is the base against which the tensor may be stored, or None, and `anchor_bytes` the
+        stored size of the anchor. With `sharing`, leaves of the tensor may become pieces of their
+        own.
         """
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
@@ -204,9 +216,9 @@ class Deltas:
         return plan
 
     def plan_by_leaf(self, piece: Candidate, anchor: Anchor, sharing: LeafSharing) -> Plan | None:
-        """Return how to store only the leaves that the anchor lacks, or None to store all of them.
+        """Return a plan for storing only those leaves of `piece` that `anchor` lacks.
 
-        No codec is used.
+        Returns None if all leaves are to be stored. No codec is used in either case.
         """
         made = self._decisions.get(piece.name)
         if made is not None and made.left < 0:
@@ -226,10 +238,17 @@ class Deltas:
         pieces: StoredPieces,
         alike: Anchor | None,
     ) -> tuple[Anchor | None, int]:
-        """Return the anchor for a tensor, or None, and the anchor's stored size in bytes.
+        """Return the anchor for the tensor `piece`, and the anchor's stored size in bytes.
 
-        It is the anchor of the tensor `before`, if that has the same size, or `alike`, an anchor
-        with equal leaves. If most leaves are equal to those of `alike`, that is preferred.
+        The first of these is returned:
+
+        1. `alike`, an anchor with equal leaves, if most leaves of the tensor are equal to its
+           leaves.
+        2. The anchor of the tensor with the digest `before`, if it has the same size as `piece`.
+        3. `alike`, if it is given.
+        4. None, with a size of 0.
+
+        `digest` is the digest of `piece`, which must not become its own anchor.
         """
         found = None if before is None else anchor_of(pieces, before)
         # Somebody else may have saved the same since it was looked up: nothing is against itself.
@@ -245,13 +264,16 @@ class Deltas:
         return kept, stored
 
     def pays(self, name: str) -> bool:
-        """Return whether tensors of this name are known to become smaller by a quick codec."""
+        """Return whether a quick codec is known to make tensors of this name smaller."""
         made = self._decisions.get(name)
         choice = None if made is None else made.choice
         return choice is not None and _quick(choice)
 
     def ended(self, name: str) -> bool:
-        """Return whether a tensor stored in parts needs a new anchor; forget the old one."""
+        """Return whether the tensor of this name is stored in parts and needs a new anchor.
+
+        If so, the decision with the old anchor is forgotten.
+        """
         made = self._decisions.get(name)
         if made is None or made.left >= 0 or not made.in_parts:
             return False
@@ -259,7 +281,7 @@ class Deltas:
         return True
 
     def leaves_alone(self, name: str) -> bool:
-        """Return whether samples have shown that no codec makes a tensor of this name smaller."""
+        """Return whether samples have shown that no codec makes tensors of this name smaller."""
         made = self._decisions.get(name)
         return made is not None and made.choice is None
 
@@ -278,7 +300,10 @@ class Deltas:
         return made
 
     def stored(self, piece: Candidate, plan: Plan, nbytes: int | None) -> None:
-        """Record the result of a plan: the stored bytes, or None if encoding saved nothing."""
+        """Record the result of the plan for `piece`.
+
+        `nbytes` is the number of stored bytes, or None if encoding did not make the tensor smaller.
+        """
         made = self._decisions[piece.name]
         if nbytes is None:
             made.choice = None
@@ -331,11 +356,11 @@ def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
 
 
 class Encoding:
-    """Encodes the tensors of one save. Close it afterwards.
+    """Encodes the tensors of one save. Call `close` afterwards.
 
-    `before` returns the digests of the previous step by name. If there is no previous step, `first`
-    finds a base in another checkpoint. With `defer`, tensors that would take long are only recorded
-    in `left`, for the background.
+    `before` returns the digests of the tensors in the previous step, by name. If there is no
+    previous step, `first` finds a base in another checkpoint. With `defer`, tensors that would take
+    long to encode are only recorded in `left`, to be encoded in the background.
     """
 
     def __init__(
@@ -361,7 +386,10 @@ class Encoding:
         deltas.anchors.begin()
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
-        """Encode and store the pieces that become smaller; return the others."""
+        """Encode those pieces in `fresh` that become smaller, and store them with `writer`.
+
+        Returns the other pieces, which are still to be stored.
+        """
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
@@ -445,6 +473,6 @@ class Encoding:
         return self._pieces
 
     def close(self) -> None:
-        """Close the pieces of the bases."""
+        """Close the bases, which were opened for reading."""
         if self._pieces is not None:
             self._pieces.close()

@@ -1,9 +1,10 @@
 """Steps saved by several ranks: each rank stores its tensors, and one manifest refers to all.
 
-Each rank commits its part of the step under a name of its own. While these names exist, gc deletes
-nothing of the parts; they are removed once the step is committed. Another run may happen to have
-the name of a part. The notes in its manifest show whether a checkpoint is a part; any other
-checkpoint under the name is neither replaced nor deleted.
+Each rank commits its part of the step under a separate name. While this name exists, a gc does not
+delete any data of the part. The names of the parts are removed when the step is committed. A
+checkpoint of another run may happen to have the name that a part needs. The notes in the manifest
+show whether a checkpoint is a part, and a checkpoint that is not a part is neither replaced nor
+deleted.
 """
 
 import re
@@ -50,25 +51,29 @@ class TakenPartError(NameTakenError):
 
 
 def part_run(run: str, rank: int | str) -> str:
-    """Return the name of the run under which a rank stores its parts."""
+    """Return the name of the run under which `rank` stores its parts of the steps of `run`."""
     return f"{run}/part-{rank}"
 
 
 def order_of(store: LocalStore, run: str) -> StepOrder:
-    """Return the order of saving of a run's steps. Keep it for as long as the run is saved."""
+    """Return an object that gives each step of a run its place in the order of saving.
+
+    Keep the object for as long as the run is saved.
+    """
     return StepOrder(store.handle.objects, run)
 
 
 def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
-    """Commit a step that consists of the parts of all ranks; its files are those of the first part.
+    """Commit a step that consists of the parts of all `ranks`.
 
+    `notes` has the run and the number of the step. The small files are those of the first part.
     `order` is the result of `order_of` for the run.
 
     Raises:
-        NamedTwiceError: two ranks have saved the same name.
-        UnknownNameError: a part is missing.
-        PinnedStepError: the step exists and is pinned.
-        NotATrainingError: an imported checkpoint has the step's name.
+        NamedTwiceError: Two ranks have saved tensors with the same name.
+        UnknownNameError: A part is missing.
+        PinnedStepError: The step exists and is pinned.
+        NotATrainingError: An imported checkpoint has the step's name.
     """
     objects, names = store.handle.objects, [part_run(notes.run, rank) for rank in ranks]
 
@@ -101,10 +106,10 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
 
 
 def check_free(store: LocalStore, part: str, step: int) -> None:
-    """Check that saving a part under this run and step replaces nothing of another run.
+    """Check that a part may be saved as the step `step` of the run `part`.
 
     Raises:
-        TakenPartError: another checkpoint has the name.
+        TakenPartError: This name stands for a checkpoint that is not a part.
     """
     with store.handle.locked():
         try:
@@ -119,7 +124,10 @@ def check_free(store: LocalStore, part: str, step: int) -> None:
 
 
 def forget_parts(store: LocalStore, run: str) -> None:
-    """Delete the names of all parts of a run, of finished and of unfinished steps."""
+    """Delete the names of all parts of a run, for finished and unfinished steps.
+
+    Checkpoints that are not parts are left alone.
+    """
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.handle.locked():
         for name in store.handle.objects.names():

@@ -3,9 +3,9 @@
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
 
-A StateChunk is a source from which a save makes a piece when it is needed, with hints.
+A StateChunk is the source of a piece, with hints. A save makes the piece when it is needed.
 
-Neither numpy nor torch is imported before an array or a tensor of theirs is met.
+numpy and torch are imported only when an array or a tensor has to be processed.
 """
 
 import math
@@ -56,10 +56,12 @@ _NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
 class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
-    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has the elements
-    in C order, little-endian and contiguous, in host memory. During a save it may also be an object
-    that produces the bytes in this order when it is read. It may share the model's memory, and is
-    valid as long as the model is not changed. `msgspec.structs.replace` makes a changed copy.
+    `dtype` is a name that safetensors uses (such as `F32`, `BF16` or `U8`), or `C128` or `C32`.
+    `data` has the elements in C order, little-endian and without gaps, in host memory. During a
+    save, `data` may also be an object that produces these bytes when it is read.
+
+    `data` may share the model's memory, and is then valid as long as the model is not changed. To
+    make a changed copy of the value, use `msgspec.structs.replace`.
     """
 
     # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
@@ -85,19 +87,20 @@ LAST_GROUP: Final = "#"
 class StateChunk(msgspec.Struct, frozen=True, eq=False):
     """The source of one piece of a step, with hints for the save. Providers return it.
 
-    `source` is a tensor, an array, a NamedValue or bytes. Instead of it, `make` may be given: a
-    function that serialises something and returns one of these. It is called once in each save,
-    when the chunk is processed. In the state of a `StateProvider`, `source` may be anything that
-    the state may contain, and the hints apply to everything in it.
+    `source` is a tensor, an array, a NamedValue or bytes. In the state of a `StateProvider`,
+    `source` may be anything that the state may contain, and the hints apply to everything in it.
+
+    Instead of `source`, the function `make` may be given, which serialises something and returns a
+    tensor, an array, a NamedValue or bytes. It is called once in each save, when the chunk is
+    processed.
 
     The hints do not change the checkpoint, except for the order of its pieces:
 
     * `group`: the pieces of one group are stored together, in the manifest and in containers. The
-      largest group comes first, because its growth moves all others. The default group has all
-      other tensors and arrays.
-    * `frozen`: the memory of `source`, or what `make` reads, does not change until the save has
-      ended. A background save then does not copy a source in host memory, and calls `make` in the
-      thread of the save. A change is a ChangedModelError if the save notices it.
+      largest group comes first, and chunks without a group form a group too.
+    * `frozen`: the memory of `source`, or the data that `make` reads, does not change until the
+      save has ended. A background save then does not copy a source in host memory, and calls `make`
+      in the thread of the save. If the save notices a change, it raises a ChangedModelError.
     """
 
     source: Any = None
@@ -108,14 +111,14 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def residence(self) -> "Literal['unmade', 'device', 'host']":
-        """Where the bytes are: not made yet, on a device, or on the host."""
+        """Where the bytes are: "unmade" before `make` was called, "device", or "host" memory."""
         if self.make is not None:
             return "unmade"
         return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
 
     @property
     def nbytes(self) -> int | None:
-        """The size of the bytes, or None before `make` is called."""
+        """The number of bytes, or None if the chunk has a `make` that is yet to be called."""
         if self.make is not None:
             return None
         held = self.source
@@ -123,18 +126,19 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the bytes are in C order already, so that the piece can share their memory."""
+        """Whether the source is in C order, so that the piece can share its memory."""
         if is_tensor(self.source):
             return bool(self.source.is_contiguous())
         return not is_array(self.source) or _lies_in_order(self.source)
 
     def piece(self) -> NamedValue:
-        """Return the piece; `make` is called if necessary. It may share the memory of the source.
+        """Return the piece, which is made from `source` or from the result of `make`.
 
-        If the source is not in C order, its bytes are rearranged when they are read.
+        The piece may share the memory of the source. If the source is not in C order, its bytes are
+        rearranged when they are read.
 
         Raises:
-            UnsupportedArrayError: it cannot be stored; see `pieces`.
+            UnsupportedArrayError: The source cannot be stored, in the cases that `pieces` lists.
         """
         held = self.source  # of an ensemble there are thousands, which are pieces already
         if type(held) is NamedValue and held.name == self.name:
@@ -142,7 +146,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         return _piece(self.name, self.value())
 
     def value(self) -> "Value":
-        """Return the source, or the result of `make`; bytes are returned as a NamedValue."""
+        """Return `source` or the result of `make`; if this is bytes, return it as a NamedValue."""
         held: Any = self.source if self.make is None else self.make()
         if isinstance(held, _BYTES):
             view = memoryview(held)
@@ -154,9 +158,11 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
-    """Return items in the order of a checkpoint: grouped by the parallel iterable `groups`.
+    """Return `items` in the order that they have in a checkpoint, in which groups are together.
 
-    The largest group comes first; of equally large ones the default group "", then the earlier one.
+    `groups` has the group of each item. The largest group comes first. Among equally large groups,
+    the default group "" comes first, and then the group that begins earlier. The group LAST_GROUP
+    always comes last.
     """
     members: dict[str, list[_T]] = {"": []}
     for item, group in zip(items, groups, strict=True):
@@ -169,15 +175,16 @@ def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
 
 
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
-    """Return the values as pieces, in order, each named by its key.
+    """Return the values in `tensors` as pieces, in the same order, each named by its key.
 
-    Contiguous little-endian arrays and tensors on the CPU are not copied. Others are: conjugates,
-    tensors on a device, and values with other strides or the other byte order. Any thread may call
-    it, as long as the values are not written to.
+    Arrays and CPU tensors that are little-endian and in C order are not copied. All other values
+    are copied, such as tensors on a device and conjugate views. Safe from any thread as long as the
+    values are not written to.
 
     Raises:
-        UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
-            times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
+        UnsupportedArrayError: A value cannot be stored. This holds for arrays of objects, records,
+            strings or times, for quantised, sparse and meta tensors, and for tensors of unknown
+            subclasses.
     """
     return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
 
@@ -188,10 +195,12 @@ def _in_memory(piece: NamedValue) -> NamedValue:
 
 
 def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
-    """Return a writable copy of a piece as an array, or the piece itself if numpy lacks its dtype.
+    """Return `piece` as a numpy array, which is a writable copy.
+
+    If numpy lacks the dtype, the piece itself is returned.
 
     Raises:
-        DamagedStateError: the number of bytes does not match the shape.
+        DamagedStateError: The number of bytes does not match the shape.
     """
     code = NUMPY_CODES.get(piece.dtype)
     if code is None:
@@ -207,10 +216,10 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
 
 
 def of_its_size(piece: NamedValue) -> NamedValue:
-    """Return the piece after checking that its size fits its dtype and shape.
+    """Check that the size of `piece` fits its dtype and shape, and return the piece itself.
 
     Raises:
-        UnsupportedArrayError: it has fewer or more bytes, so it could not be loaded.
+        UnsupportedArrayError: The piece has fewer or more bytes, so it could not be loaded.
     """
     bits = BITS.get(piece.dtype)
     if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:
@@ -220,18 +229,18 @@ def of_its_size(piece: NamedValue) -> NamedValue:
 
 
 def raw(held: "Value") -> memoryview:
-    """Return the bytes of a piece, an array or a tensor as a flat memoryview in C order."""
+    """Return the bytes of `held` (a NamedValue, an array or a tensor), flat and in C order."""
     return flat_bytes(_piece("", held).data)[:]
 
 
 def is_tensor(held: object) -> bool:
-    """Return whether an object is a torch tensor. Does not import torch."""
+    """Return whether `held` is a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(held, torch.Tensor)
 
 
 def is_array(held: object) -> bool:
-    """Return whether an object is a numpy array. Does not import numpy."""
+    """Return whether `held` is a numpy array, without importing numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(held, numpy.ndarray)
 
@@ -296,10 +305,11 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
 
 
 class GatheredTensor(Gathered):
-    """The bytes of a tensor in C order, produced when they are read.
+    """The bytes of a tensor in C order, which are produced when they are read.
 
-    The tensor may be on any device, and may be a conjugate or negative view. A read from a device
-    returns when the copy is complete; the copy comes after all work submitted before.
+    The tensor may be on any device, and may be a conjugate or negative view. A read copies the
+    bytes from the device after all work that was submitted before, and returns when the copy is
+    complete.
     """
 
     __slots__ = ("_stream", "_tensor")
@@ -344,7 +354,10 @@ def _is_elsewhere(tensor: Any) -> bool:
 
 @cache
 def dtype_names() -> "Mapping[torch.dtype, str]":
-    """Return the checkpoint names of the torch dtypes that have one. Imports torch."""
+    """Return a mapping from torch dtypes to their names in checkpoints.
+
+    Dtypes that cannot be stored are left out. This function imports torch.
+    """
     import torch
 
     # Two numbers in a byte have a shape of their own in other formats: not here.
@@ -353,7 +366,7 @@ def dtype_names() -> "Mapping[torch.dtype, str]":
 
 
 def tensor_fault(tensor: "torch.Tensor") -> str | None:
-    """Return why a tensor has no dense bytes of its own, or None if it has them."""
+    """Return the reason why a tensor cannot be stored as dense bytes, or None if it can."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

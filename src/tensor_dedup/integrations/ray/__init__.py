@@ -8,12 +8,12 @@
     print(fleet.status())
 
 Each node has an actor that keeps a memory manager running and pulls missing checkpoints into the
-node's store. The engines run beside it: Ray Serve replicas over vLLM's `AsyncLLM`, each bound to
-the node that the placement plan chose. One actor per fleet, the keeper, compares the fleet's
-specification with the running engines and places engines again when a node is lost. The
-specification is in Ray's key-value store; Ray Serve knows which engines run.
+node's store. The engines on the node are Ray Serve replicas over vLLM's `AsyncLLM`, each bound to
+the node that the placement plan has chosen. Each fleet has an actor called the keeper, which
+compares the fleet's specification with the running engines, and places engines again when a node is
+lost. The specification is in Ray's key-value store, and Ray Serve knows which engines run.
 
-Importing this package does not import Ray; using it needs Ray (extra `ray`).
+Importing this package does not import Ray, but Ray (extra `ray`) is needed to use the package.
 """
 
 from tensor_dedup.integrations.ray.cluster import ClusterNode, observed

@@ -17,10 +17,10 @@ _CLIENT_TRIES: Final = 3
 
 
 def import_ray(module: str = "ray") -> Any:
-    """Import and return Ray or one of its modules.
+    """Import `module`, which is Ray or one of its modules, and return it.
 
     Raises:
-        NotInstalledError: it is not installed.
+        NotInstalledError: Ray or the module is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -30,7 +30,10 @@ def import_ray(module: str = "ray") -> Any:
 
 
 def actor_options(name: str) -> dict[str, Any]:
-    """Return the Ray options of a detached actor with this name, which outlives its creator."""
+    """Return the Ray options for a detached actor called `name`.
+
+    A detached actor continues to exist after the process that created it has ended.
+    """
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -45,10 +48,10 @@ def actor_options(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node of Ray that is alive; `memory` is Ray's resource `memory`, in bytes.
+    """A node of Ray that is alive. `memory` is Ray's resource `memory`, in bytes.
 
-    `name` is the name with which the node was started, or the beginning of its `node_id` if it has
-    no name or several nodes have the same one.
+    `name` is the name with which the node was started. If the node has no name, or shares its name
+    with other nodes, `name` is the beginning of its `node_id`.
     """
 
     node_id: str
@@ -80,9 +83,9 @@ def alive_nodes() -> list[ClusterNode]:
 
 @dataclass(frozen=True, slots=True)
 class EngineApp:
-    """An engine as a Ray Serve application, identified by fleet, model and node.
+    """An engine as a Ray Serve application, identified by its fleet, its model and its node.
 
-    All three are in the application's name, so Serve's own status shows where each model runs.
+    All three are in the name of the application, so Serve's own status shows where each model runs.
     """
 
     fleet: str
@@ -96,14 +99,17 @@ class EngineApp:
 
     @classmethod
     def parse(cls, name: str) -> "EngineApp | None":
-        """Return the engine with this application name, or None for other applications."""
+        """Return the engine whose application is called `name`.
+
+        Returns None if the application is not an engine.
+        """
         fleet, colon, rest = name.partition(":")
         model, at, node_id = rest.rpartition("@")
         return cls(fleet, model, node_id) if colon and at else None
 
 
 def engine_apps(fleet: str | None = None) -> dict[EngineApp, Any]:
-    """Return Serve's status of each engine of a fleet; None means all fleets."""
+    """Return the engines of `fleet`, or of all fleets, each with its status in Serve."""
     serve = import_ray("ray.serve")
     found = {}
     for name, state in serve.status().applications.items():
@@ -114,14 +120,17 @@ def engine_apps(fleet: str | None = None) -> dict[EngineApp, Any]:
 
 
 def recall(key: str) -> bytes | None:
-    """Return the value that `remember` stored in Ray's key-value store, or None."""
+    """Return the value that `remember` has stored under `key`, or None if there is none."""
     store = import_ray("ray.experimental.internal_kv")
     found: bytes | None = store._internal_kv_get(key.encode(), namespace=NAMESPACE)
     return found
 
 
 def remember(key: str, value: bytes | None) -> None:
-    """Store a value in Ray's key-value store until the cluster ends; None deletes the key."""
+    """Store `value` under `key` in Ray's key-value store; with a `value` of None, delete the key.
+
+    The value is kept until the cluster ends.
+    """
     store = import_ray("ray.experimental.internal_kv")
     if value is None:
         store._internal_kv_del(key.encode(), namespace=NAMESPACE)
@@ -132,14 +141,15 @@ def remember(key: str, value: bytes | None) -> None:
 def observed(
     address: str, memory: int | None = None, host_memory: int | None = None
 ) -> tuple[list[Node], dict[str, list[str]]]:
-    """Connect to a Ray cluster; return its nodes for planning, and the names of each model's nodes.
+    """Connect to the Ray cluster at `address`; return its nodes, and where models run.
 
-    `address` is passed to `ray.init`, for example `ray://HOST:10001`. `memory`, in bytes, replaces
-    Ray's resource `memory` of every node. `host_memory`, in bytes, is the machine memory of every
-    node.
+    The nodes are in the form that planning needs. The second result maps each model to the names of
+    the nodes on which it runs. `address` is passed to `ray.init`, for example `ray://HOST:10001`.
+    `memory` is the size in bytes that planning counts for each node, instead of Ray's resource
+    `memory`. `host_memory` is the size in bytes of each node's machine memory.
 
     Raises:
-        ConfigError: no cluster answers at the address.
+        ConfigError: No cluster answers at `address`.
         NotInstalledError: Ray is not installed.
     """
     ray = import_ray()

@@ -1,8 +1,8 @@
 """vLLM engines as replicas of Ray Serve.
 
-An engine is a Serve deployment over vLLM's `AsyncLLM` with vLLM's own web application inside.
-Requests are passed on unchanged, so every route of `vllm serve` is available. `ray.serve.llm` is
-not used because Ray 2.60 pins vLLM 0.29 there.
+An engine is a Serve deployment over vLLM's `AsyncLLM`, with vLLM's own web application inside.
+Requests are passed on unchanged, so all routes of `vllm serve` are available. `ray.serve.llm` is
+not used, because that module requires vLLM 0.29 in Ray 2.60.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Engine:
-    """A replica of a model: vLLM's engine and its web application, in one Serve actor."""
+    """A replica of a model: a Serve actor with vLLM's engine and vLLM's web application."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
         self, model: str, remote: str, options: dict[str, Any]
     ) -> None:
-        """Have the node pull the checkpoint, and load it from there beside the node's manager.
+        """Make the node's actor pull the checkpoint `model` from `remote`, and load it in vLLM.
 
-        `options` are vLLM's engine arguments.
+        The engine shares weights through the node's memory manager. `options` are vLLM's engine
+        arguments.
         """
         ray = import_ray()
         node = actor_name(ray.get_runtime_context().get_node_id())
@@ -64,7 +65,7 @@ class Engine:
     async def http(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes
     ) -> AsyncIterator[Any]:
-        """Answer an HTTP request: yield `(status, headers)`, then chunks of the body."""
+        """Answer an HTTP request: yield `(status, headers)` first, and then chunks of the body."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": body, "more_body": False}]

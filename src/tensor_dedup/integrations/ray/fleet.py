@@ -18,11 +18,13 @@ Models = Mapping[str, Mapping[str, Any] | None] | Sequence[str]
 
 
 class Fleet:
-    """Models of a remote, served by the Ray cluster that this process is connected to.
+    """A fleet: models on a remote that are served by a Ray cluster.
 
-    The specification and the engines belong to the cluster and remain when this process ends. Safe
-    from any thread. Methods raise the errors of the keeper (the actor that manages the fleet), and
-    Ray's errors if the cluster does not answer.
+    The cluster is the one to which this process is connected. The specification and the engines
+    belong to the cluster, and remain when this process ends. Safe from any thread.
+
+    Methods raise the errors of the keeper (the actor that manages the fleet), and Ray's errors if
+    the cluster does not answer.
     """
 
     def __init__(
@@ -41,21 +43,34 @@ class Fleet:
         starting: int = 4,
         route: str | None = "/",
     ) -> None:
-        """Describe a fleet; nothing is started yet.
+        """Describe the fleet `name`; nothing is started yet.
 
-        `models` are names of checkpoints in the `remote`, or fields by name: `replicas`, `room`
-        (bytes or a text like "4GiB" beside the weights, for the KV cache and activations), `host`,
-        and `engine`, vLLM's arguments for this model beside those for all. `memory` is what a node
-        has for weights and engines, by default Ray's resource `memory`; give a GPU's. `store` and
-        `socket` are those of each node, with `{node}` for its identity where nodes share a
-        machine; `budget` is its memory manager's, by default what the plan counts. An engine takes
-        `cpus` and `gpus` of Ray's, `starting` of them start at once. Serve answers at `route`, or
-        not at all with None.
+        Without `remote` and `models`, the object is the existing fleet of this name. Sizes are in
+        bytes, or texts such as "4GiB".
 
-        Without `remote` and `models` this is the fleet of that name as it is.
+        * `remote` is the URL of the remote, and `models` has the names of checkpoints on it.
+          Instead of a list of names, `models` may map each name to fields:
+
+            * `replicas`, the number of engines;
+            * `room`, the memory that an engine takes in addition to the weights, for the KV cache
+              and activations;
+            * `host`, the machine memory that an engine takes if `room` is on a GPU;
+            * `engine`, vLLM's arguments for this model, in addition to those for all models.
+
+        * `engine` has vLLM's arguments for all models.
+        * `memory` is the memory that a node has for weights and engines, by default Ray's resource
+          `memory`. If engines run on GPUs, give the memory of a GPU.
+        * `store` is the path of each node's store, and `socket` that of its memory manager's
+          socket. If nodes share a machine, put `{node}` into the paths, which is replaced by the
+          node's id.
+        * `budget` is the budget of each node's memory manager. By default it is the memory that the
+          plan counts for the node.
+        * `cpus` and `gpus` are the amounts of Ray's resources that an engine takes, and at most
+          `starting` engines start at the same time.
+        * `route` is the path at which Serve answers HTTP requests. With None, it does not answer.
 
         Raises:
-            ConfigError: a field is unknown or has a wrong value.
+            ConfigError: A field is unknown or has a wrong value.
             NotInstalledError: Ray is not installed.
         """
         import_ray("ray.serve")
@@ -86,15 +101,16 @@ class Fleet:
         return f"Fleet({self.name!r}{known})"
 
     def apply(self, *, rebalance: bool = False) -> FleetStatus:
-        """Start and stop engines as this fleet requires; return when all engines answer.
+        """Start and stop engines until they match this fleet; return when all engines answer.
 
-        Running engines stay on their nodes unless `rebalance` is True. Engines that the fleet no
-        longer has are stopped.
+        Running engines stay on their nodes unless `rebalance` is True. Engines of models that are
+        no longer in the fleet are stopped.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
-            RemoteError: a checkpoint cannot be found.
-            FleetError: engines do not start.
+            DoesNotFitError: The models do not fit on the nodes; nothing was changed.
+            UnknownRemoteNameError: The remote does not have one of the checkpoints.
+            RemoteError: The remote cannot be read.
+            FleetError: Engines do not start.
         """
         wanted = self._wanted.encode() if self._wanted is not None else None
         self._ask("apply", wanted, rebalance)
@@ -104,7 +120,10 @@ class Fleet:
         return self.status()
 
     def add(self, name: str, **fields: Any) -> FleetStatus:
-        """Serve one more model without moving others; `fields` are those of a model in `Fleet`."""
+        """Add the model `name` to the fleet and serve it, without moving other models.
+
+        `fields` are the fields that a model has in the argument `models` of `Fleet`.
+        """
         model = model_of(name, fields)
         self._ask("add", name, model)
         if self._wanted is not None:
@@ -112,19 +131,25 @@ class Fleet:
         return self.status()
 
     def remove(self, name: str) -> FleetStatus:
-        """Stop serving a model."""
+        """Remove the model `name` from the fleet, and stop its engines.
+
+        Nothing changes if the fleet does not have the model.
+        """
         self._ask("remove", name)
         if self._wanted is not None:
             self._wanted = self._wanted.without(name)
         return self.status()
 
     def status(self) -> FleetStatus:
-        """Return the replicas of each model, the nodes, and any problem."""
+        """Return the status of the fleet, with its replicas, its nodes and the last problem."""
         found: FleetStatus = self._ask("status")
         return found
 
     def shutdown(self) -> None:
-        """Stop the fleet's engines, its HTTP front, and the memory managers it started."""
+        """Stop the fleet's engines, its HTTP front, its keeper, and the managers that it started.
+
+        Memory managers stay on nodes that another fleet uses too.
+        """
         ray = import_ray()
         self._ask("shutdown")
         ray.kill(ray.get_actor(keeper_name(self.name), namespace=NAMESPACE))
@@ -153,11 +178,11 @@ class Fleet:
 def application(args: Mapping[str, Any]) -> Any:
     """Return the Serve application of a fleet, for `import_path` in a Serve configuration file.
 
-    `args` are the arguments of `Fleet`. Deploying the application applies the fleet; the
-    application itself answers the HTTP requests.
+    `args` are the arguments of `Fleet`. When the application is deployed, it applies the fleet. The
+    application then answers the HTTP requests to the fleet.
 
     Raises:
-        ConfigError: an argument is unknown or has a wrong value.
+        ConfigError: An argument is unknown or has a wrong value.
     """
     known = Fleet.__init__.__annotations__
     for field in args:

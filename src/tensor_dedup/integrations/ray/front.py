@@ -26,13 +26,17 @@ _log = logging.getLogger(__name__)
 
 
 class Front:
-    """The HTTP ingress of a fleet: passes each request to an engine of the model that it names."""
+    """The HTTP front of a fleet, which passes each request to an engine of the requested model."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
         self, fleet: str, wanted: bytes | None = None
     ) -> None:
-        """Serve a fleet; with `wanted`, its specification, have the keeper apply that first."""
+        """Serve the fleet `fleet`.
+
+        If the encoded specification `wanted` is given, it is first passed to the keeper
+        (`Keeper.declare`).
+        """
         self._fleet = fleet
         self._running: dict[str, list[str]] = {}
         self._turn = 0
@@ -57,7 +61,7 @@ class Front:
         self._running = {model: sorted(names) for model, names in found.items()}
 
     async def __call__(self, request: Any) -> Any:
-        """Answer a request of Starlette's."""
+        """Answer `request`, a Starlette request."""
         from starlette.responses import JSONResponse
 
         if request.url.path == "/v1/models" and request.method == "GET":
@@ -120,8 +124,8 @@ class Front:
 async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
     """Return the body of a Starlette request, or None if it is longer than `limit` bytes.
 
-    A longer body is still read to its end and discarded: a client does not read the answer while it
-    is sending.
+    A longer body is read to its end and discarded, because a client does not read the answer before
+    it has sent the whole request.
     """
     body, length = bytearray(), 0
     async for piece in request.stream():

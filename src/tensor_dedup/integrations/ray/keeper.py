@@ -40,12 +40,18 @@ _log = logging.getLogger(__name__)
 
 
 class FleetError(TensorDedupError):
-    """Engines of a fleet do not start; `facts` has Serve's message for each."""
+    """A fleet cannot be changed as requested, for example because engines do not start.
+
+    `facts` has Serve's message for each engine that did not start.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """An engine's node, its status in Serve (such as `RUNNING`), and Serve's message."""
+    """The status of an engine: its node, its state in Serve (such as `RUNNING`), and a message.
+
+    The message is that of Serve, or "" if the engine is running.
+    """
 
     node: str
     state: str
@@ -56,8 +62,8 @@ class ReplicaStatus:
 class NodeStatus:
     """The status of a node that is alive. Sizes are in bytes.
 
-    `resident_bytes` is the size of the weights in its memory manager. `pulled` has the number of
-    pulled bytes for each checkpoint since the node's actor started.
+    `resident_bytes` is the size of the weights in the node's memory manager. `pulled` maps
+    checkpoints to the number of bytes pulled since the node's actor started.
     """
 
     name: str
@@ -72,9 +78,9 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The state of a fleet: its replicas by model, its nodes, and the last `problem` or "".
+    """The state of a fleet: its replicas by model, its nodes, and the last problem.
 
-    A model of the fleet that runs nowhere has an empty list.
+    A model that runs nowhere has an empty list of replicas. `problem` is "" if there is no problem.
     """
 
     models: dict[str, list[ReplicaStatus]]
@@ -94,11 +100,11 @@ class FleetStatus:
 
 
 class Keeper:
-    """The actor that applies a fleet's specification, and applies it again when nodes are lost.
+    """The actor that starts and stops a fleet's engines, and replaces them when nodes are lost.
 
     Methods may run at the same time; changes of the cluster are made one after the other. The
-    specification is in Ray's key-value store, and Serve knows which engines run, so a keeper that
-    Ray restarts on another node continues where the last one ended.
+    specification is in Ray's key-value store, and Serve knows which engines run. So if Ray restarts
+    the keeper on another node, the keeper continues from there.
     """
 
     def __init__(self, fleet: str) -> None:
@@ -115,13 +121,14 @@ class Keeper:
         threading.Thread(target=self._watch, name="fleet watch", daemon=True).start()
 
     def want(self, wanted: bytes, rebalance: bool = False) -> None:
-        """Check that a fleet can be placed, and store its specification; engines are started later.
+        """Check that a fleet can be placed, and store its specification `wanted`.
 
-        `wanted` is an encoded `FleetSpecification`.
+        `wanted` is an encoded `FleetSpecification`. No engine is started or stopped by this method.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes.
-            UnknownRemoteNameError, RemoteError: a checkpoint cannot be found.
+            DoesNotFitError: The models do not fit on the nodes.
+            UnknownRemoteNameError: The remote does not have one of the checkpoints.
+            RemoteError: The remote cannot be read.
         """
         specification = FleetSpecification.decode(wanted)
         with self._wanting:
@@ -131,13 +138,11 @@ class Keeper:
             self._settled = frozenset()
 
     def declare(self, wanted: bytes) -> None:
-        """Store the specification from a Serve configuration file, unless that was done before.
+        """Store `wanted`, the specification from a Serve configuration file, if it is new.
 
-        Serve starts the application again with the same file, when models may have been added since
-        or nodes lost. A specification that was declared already is therefore ignored.
-
-        Raises:
-            DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
+        Serve may start the application again with the same file after models were added to the
+        fleet. A specification that equals the one declared last is therefore ignored. The errors
+        are those of `want`.
         """
         with self._wanting:
             if recall(self._declared) != wanted:
@@ -145,13 +150,14 @@ class Keeper:
                 remember(self._declared, wanted)
 
     def apply(self, wanted: bytes | None, rebalance: bool = False) -> None:
-        """Start and stop engines as the specification requires; return when all engines answer.
+        """Start and stop engines until they match the specification; return when all answer.
 
-        `wanted` is an encoded `FleetSpecification` to store first, or None to apply the stored one.
+        `wanted` is an encoded `FleetSpecification`, which is stored first. If it is None, the
+        stored specification is applied.
 
         Raises:
-            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
-            FleetError: engines do not start.
+            DoesNotFitError: The models do not fit on the nodes; nothing was changed.
+            FleetError: Engines do not start.
         """
         if wanted is not None:
             self.want(wanted, rebalance)
@@ -159,7 +165,13 @@ class Keeper:
             self._reconcile(rebalance=rebalance, strict=True)
 
     def add(self, name: str, model: ModelSpecification) -> None:
-        """Add a model to the fleet, or replace its specification, and apply the change."""
+        """Add a model to the fleet, or replace its specification, and apply the change.
+
+        The errors are those of `want` and `apply`.
+
+        Raises:
+            FleetError: No fleet was applied yet.
+        """
         with self._wanting:
             specification = self._specification()
             if specification is None:
@@ -168,7 +180,10 @@ class Keeper:
         self.apply(None)
 
     def remove(self, name: str) -> None:
-        """Remove a model from the fleet and stop its engines."""
+        """Remove a model from the fleet, and stop its engines.
+
+        Nothing changes if the fleet does not have the model.
+        """
         with self._wanting:
             specification = self._specification()
             if specification is None or name not in specification.models:
@@ -177,7 +192,7 @@ class Keeper:
         self.apply(None)
 
     def status(self) -> FleetStatus:
-        """Return the replicas of each model, the nodes, and any problem."""
+        """Return the status of the fleet, with its replicas, its nodes and the last problem."""
         specification = self._specification()
         nodes = alive_nodes()
         names = {each.node_id: each.name for each in nodes}
@@ -195,9 +210,9 @@ class Keeper:
         return FleetStatus(models, [each for each in found if each is not None], self._problem)
 
     def shutdown(self) -> None:
-        """Stop the engines, the HTTP front and the node actors; delete the specification.
+        """Stop the engines, the HTTP front and the node actors, and delete the specification.
 
-        Actors of nodes that run engines of another fleet stay.
+        A node actor stays if engines of another fleet run on its node.
         """
         serve = import_ray("ray.serve")
         with self._changing:
@@ -369,7 +384,10 @@ class Keeper:
 
 
 def usable_nodes(specification: FleetSpecification) -> list[ClusterNode]:
-    """Return the nodes with enough CPUs and GPUs for an engine; at least some CPU is needed."""
+    """Return the nodes that have enough CPUs and GPUs for an engine.
+
+    Nodes without any CPU are left out, even if the specification asks for none.
+    """
     return [
         each
         for each in alive_nodes()
@@ -384,9 +402,13 @@ def planned(
     current: dict[str, list[str]],
     rebalance: bool,
 ) -> FleetPlan:
-    """Plan a fleet on these nodes; engines in `current` stay where they are unless `rebalance`.
+    """Return a plan that places `models` on `nodes`.
 
-    `current` has the names of the nodes on which each model runs.
+    `current` maps each model to the names of the nodes on which it runs. These engines stay where
+    they are unless `rebalance` is True.
+
+    Raises:
+        DoesNotFitError: The models do not fit on the nodes.
     """
     memory = specification.memory
     room = [
@@ -405,13 +427,13 @@ def what_fits(
     current: dict[str, list[str]],
     error: DoesNotFitError,
 ) -> FleetPlan:
-    """Plan the fleet without the replicas for which there is no room.
+    """Return a plan for a fleet that does not fit, without the replicas that have no room.
 
-    `error` is that of the failed plan and names the models without room. These keep only the
-    replicas that run already.
+    `error` is the error of the plan that failed. The models that it names keep only the replicas
+    that run already.
 
     Raises:
-        DoesNotFitError: there is no room without them either.
+        DoesNotFitError: The rest does not fit on the nodes either.
     """
     names = {each.name for each in nodes}
     while True:
@@ -437,12 +459,12 @@ def _planned_memory(node: ClusterNode, specification: FleetSpecification) -> int
 
 
 def ensure_keeper(fleet: str) -> Any:
-    """Return the actor handle of a fleet's keeper, which is started if it does not exist."""
+    """Return the actor handle of a fleet's keeper; start the keeper if it does not exist."""
     return import_ray().remote(Keeper).options(**actor_options(keeper_name(fleet))).remote(fleet)
 
 
 def keeper_name(fleet: str) -> str:
-    """Return the Ray actor name of a fleet's keeper."""
+    """Return the name that a fleet's keeper has as a Ray actor."""
     return f"keeper {fleet}"
 
 

@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Where an engine finds its weights: the store's folder and the manager's socket."""
+    """The places where an engine finds its weights, after a node was prepared.
+
+    `store` is the folder of the node's store, and `socket` the socket of its memory manager.
+    """
 
     store: str
     socket: str
@@ -31,8 +34,8 @@ class Prepared:
 class NodeReport:
     """The report of a node's actor about its node. Sizes are in bytes.
 
-    `resident_bytes` is the size of the weights in the memory manager. `pulled` has the number of
-    pulled bytes for each checkpoint since the actor started.
+    `resident_bytes` is the size of the weights in the node's memory manager. `pulled` maps
+    checkpoints to the number of bytes pulled since the actor started.
     """
 
     store: str
@@ -42,12 +45,14 @@ class NodeReport:
 
 
 class NodeActor:
-    """Runs the memory manager of its node and pulls checkpoints. Safe from any thread.
+    """The actor of a node, which runs the memory manager and pulls checkpoints into the store.
 
-    `store` and `socket` are paths on the node, by default those of its user; `{node}` in them is
-    replaced by the node's id, for nodes that share a machine. A manager that already answers at the
-    socket, for example one of a DaemonSet, is used and never stopped. Ray's key-value store records
-    which manager an actor has started, so that a restarted actor can stop it.
+    `store` and `socket` are paths on the node; by default they are those of the node's user. If
+    several nodes share a machine, put `{node}` into the paths, which is replaced by the node's id.
+
+    If a manager already answers at the socket, for example in a DaemonSet, the actor uses that
+    manager and never stops it. Ray's key-value store records which manager an actor has started, so
+    that the actor can stop it after a restart. Safe from any thread.
     """
 
     def __init__(self, store: str | None, socket: str | None, budget: int | None) -> None:
@@ -65,10 +70,10 @@ class NodeActor:
         threading.Thread(target=self._watch, name="manager watch", daemon=True).start()
 
     def prepare(self, remote: str, name: str) -> Prepared:
-        """Pull a checkpoint if the store lacks it; return the paths of store and socket.
+        """Pull the checkpoint `name` if the store lacks it; return where an engine finds it.
 
         Raises:
-            RemoteError, StoreError: it cannot be pulled.
+            RemoteError, StoreError: The checkpoint cannot be pulled.
         """
         with self._pulling:  # of models that come at once, the second finds what both have
             result = pull_missing(self._store, name, remote)
@@ -78,14 +83,14 @@ class NodeActor:
         return Prepared(str(self._store.path), str(self._socket))
 
     def report(self) -> NodeReport:
-        """Return the node's store, socket, resident bytes and pulled bytes."""
+        """Return a report with the node's store, socket, resident bytes and pulled bytes."""
         totals = self._totals()
         resident = totals.resident_bytes if totals is not None else 0
         where = (str(self._store.path), str(self._socket))
         return NodeReport(*where, resident, dict(self._pulled))
 
     def close(self) -> None:
-        """Stop the memory manager if an actor of this node has started it."""
+        """Stop the memory manager if this or an earlier actor of the node has started it."""
         self._ended.set()
         with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
             if str(admin.totals().pid).encode() == recall(self._started):
@@ -119,14 +124,14 @@ class NodeActor:
 
 
 def actor_name(node_id: str) -> str:
-    """Return the Ray actor name of a node's actor."""
+    """Return the name that a node's actor has as a Ray actor."""
     return f"node {node_id}"
 
 
 def ensure(node_id: str, store: str | None, socket: str | None, budget: int | None) -> Any:
-    """Return the actor handle of a node, and start the actor if it does not exist.
+    """Return the handle of the actor of the node `node_id`; start the actor if it does not exist.
 
-    The other arguments are those of `NodeActor`; `budget` is in bytes.
+    The other arguments are passed to `NodeActor`. `budget` is in bytes.
     """
     ray = import_ray()
     strategies = import_ray("ray.util.scheduling_strategies")

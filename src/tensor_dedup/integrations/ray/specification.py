@@ -12,11 +12,12 @@ from tensor_dedup.types import STORE_SCHEME
 
 
 class ModelSpecification(msgspec.Struct, frozen=True):
-    """A model of a fleet. Sizes are in bytes.
+    """The specification of a model in a fleet. Sizes are in bytes.
 
-    `replicas` engines run on different nodes. Each takes `room` beside the weights and, where
-    `room` is on a GPU, `host` of the machine's memory. `engine` has vLLM arguments for this model
-    alone.
+    * `replicas` is the number of engines, each of which runs on another node.
+    * `room` is the memory that an engine takes in addition to the weights.
+    * `host` is the machine memory that an engine takes, if `room` is on a GPU.
+    * `engine` has vLLM arguments for this model alone.
     """
 
     replicas: int = 1
@@ -26,12 +27,16 @@ class ModelSpecification(msgspec.Struct, frozen=True):
 
 
 class FleetSpecification(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet: the remote that has its checkpoints, its models by name, and how they are served.
+    """The specification of a fleet. Sizes are in bytes.
 
-    `memory` is the size in bytes that each node has for weights and engines; None means Ray's
-    resource `memory`. `store`, `socket` and `budget` are the store, manager socket and manager
-    budget of a node. An engine takes `cpus` and `gpus` of Ray's resources. `engine` has vLLM
-    arguments for all models, and at most `starting` engines start at once.
+    * `remote` is the URL of the remote with the checkpoints, and `models` the models by name.
+    * `engine` has vLLM arguments for all models.
+    * `memory` is the memory that each node has for weights and engines. None means Ray's resource
+      `memory`.
+    * `store` is the path of each node's store. `socket` and `budget` are the socket and the budget
+      of each node's memory manager.
+    * `cpus` and `gpus` are the amounts of Ray's resources that an engine takes.
+    * `starting` is the number of engines that may start at the same time.
     """
 
     remote: str
@@ -51,24 +56,27 @@ class FleetSpecification(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @classmethod
     def decode(cls, text: bytes) -> "FleetSpecification":
-        """Return the specification from the JSON that `encode` returned."""
+        """Return the specification that `encode` has returned as the JSON `text`."""
         return msgspec.json.decode(text, type=cls)
 
     def with_model(self, name: str, model: ModelSpecification) -> "FleetSpecification":
-        """Return a copy of the specification in which a model is added or replaced."""
+        """Return a copy of the specification in which the model `name` is added or replaced."""
         return msgspec.structs.replace(self, models={**self.models, name: model})
 
     def without(self, name: str) -> "FleetSpecification":
-        """Return a copy of the specification without a model."""
+        """Return a copy of the specification without the model `name`.
+
+        If the fleet does not have the model, the copy is equal.
+        """
         rest = {each: model for each, model in self.models.items() if each != name}
         return msgspec.structs.replace(self, models=rest)
 
 
 def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
-    """Return a model's specification from the fields that a user gave.
+    """Return the specification of the model `name` from `given`, the fields that a user gave.
 
     Raises:
-        ConfigError: a field is unknown or has a wrong value.
+        ConfigError: A field is unknown or has a wrong value.
     """
     engine = given.get("engine", {})
     if not isinstance(engine, Mapping):
@@ -80,13 +88,13 @@ def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
 
 
 def measured(specification: FleetSpecification) -> list[Model]:
-    """Return the models with the sizes of their tensors, read from the remote's manifests.
+    """Return the models in the form that planning needs, with the sizes of their tensors.
 
-    No weights are read.
+    The sizes are read from manifests on the remote. No weights are read.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteError: the remote cannot be read.
+        UnknownRemoteNameError: The remote does not have the checkpoint of one of the models.
+        RemoteError: The remote cannot be read.
     """
     remote = Remote.open(specification.remote)
     found = []

@@ -1,7 +1,8 @@
 """Unpack tar archives among the layers of OCI artifacts that other programs made.
 
-Either every file of an archive is written, or the pull fails. A member is a file or a link to one.
-Sparse files are refused, because a small archive could declare terabytes that way.
+Either all files in an archive are written, or the pull fails. Members other than files and links to
+files are refused. Sparse files are refused too, because a small archive could declare terabytes
+with them.
 """
 
 import gzip
@@ -52,7 +53,10 @@ class ChunkStream:
         self._chunks, self._held = chunks, b""
 
     def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes; b"" at the end. All bytes if `size` is negative."""
+        """Return up to `size` bytes, or all remaining bytes if `size` is negative.
+
+        At the end, return b"".
+        """
         if size < 0:
             return self._held + b"".join(self._chunks)
         while len(self._held) < size:
@@ -64,7 +68,10 @@ class ChunkStream:
         return found
 
     def drain(self) -> None:
-        """Read to the end, so that the iterator can compare the digest of the whole."""
+        """Read and discard all remaining chunks.
+
+        The iterator then reaches its end, where it compares the digest of all bytes.
+        """
         while self.read(1 << 20):
             pass
 
@@ -74,11 +81,13 @@ def _shown(name: str) -> str:
 
 
 def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> str:
-    """Write a file of the artifact at `url` into a folder; return its normalised relative path.
+    """Write the content of `stream` to `path` in a folder; return the path in normalised form.
+
+    The file belongs to the artifact at `url`, which messages name.
 
     Raises:
-        EscapingPathError: the path leads out of the folder.
-        DamagedRemoteError: a file has this path already, or a file and a folder have the same path.
+        EscapingPathError: The path leads out of the folder.
+        DamagedRemoteError: A file with this path exists, or a file and a folder have the same path.
     """
     with remote_damage(url) as where:
         inner = check_path(path, where)
@@ -101,16 +110,16 @@ def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> 
 def unpack(
     folder: Path, stream: ChunkStream, packing: str, files: Files, url: str, layer: str
 ) -> None:
-    """Write the files of an archive, which is a layer of the artifact at `url`, into a folder.
+    """Write the files in an archive into a folder.
 
-    `packing` is the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in
-    messages.
+    `stream` has the bytes of the archive, which is a layer of the artifact at `url`. `packing` is
+    the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in messages.
 
     Raises:
-        UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
+        UnsupportedError: A member is neither a file nor a link to one, is sparse, or has a name or
             link target of more than 4096 characters; or there are more than 10,000 links.
-        EscapingPathError: a file's name leads out of the folder.
-        DamagedRemoteError: it is not an archive, or the archive is incomplete.
+        EscapingPathError: A file's name leads out of the folder.
+        DamagedRemoteError: The bytes are not an archive, or the archive is incomplete.
     """
     source: Any = stream
     if packing == "zst":

@@ -1,10 +1,10 @@
 """Checkpoints in OCI registries: pushed as ordinary artifacts, pulled tensor by tensor.
 
-A push makes two artifacts (see `modelpack`): the model, of whole files, and tables that say where
-each tensor lies. It sends the blobs first and the model's tag last, so the tag never names missing
-layers. A pull treats an artifact that has tables as a read-only remote (`ArtifactBucket`) and
-fetches only missing pieces. If there are no tables, or the registry does not support ranges, whole
-layers are downloaded and imported.
+A push makes two artifacts (`modelpack`): one has the files of the model, and the other has tables
+that say where each tensor lies in these files. The push sends the blobs first and sets the tag of
+the model last, so the tag never names missing layers. A pull treats an artifact with tables as a
+read-only remote (`ArtifactBucket`), and downloads only missing pieces. If there are no tables, or
+the registry does not support ranges, the pull downloads whole layers and imports them.
 """
 
 import hashlib
@@ -99,7 +99,13 @@ def is_artifact(url: object) -> bool:
 
 
 def default_name(url: str) -> str:
-    """Return the default name for a pulled checkpoint: the last part of the repository's name."""
+    """Return the default name for a checkpoint pulled from `url`.
+
+    It is the last part of the repository's name.
+
+    Raises:
+        RemoteUrlError: The URL does not name an artifact.
+    """
     return ArtifactName.parse(url).repository.rpartition("/")[2]
 
 
@@ -139,15 +145,16 @@ def push(
     *,
     replace: bool = False,
 ) -> TransferResult:
-    """Push an open checkpoint under a tag; `objects` are its pages and its manifest, encoded.
+    """Push the open `checkpoint` under the tag in `url`.
 
-    A layer is sent only if the repository lacks it and the registry cannot mount it from a
-    repository to which this user has pushed it before. If the tag already stands for this
-    checkpoint, layers are checked only with `replace`, or if the tables are gone.
+    `objects` are the encoded pages and manifest of the checkpoint. A layer is not sent if the
+    repository has it, or if the registry can mount it from another repository to which this user
+    has pushed it before. If the tag already stands for this checkpoint, the layers are checked only
+    with `replace`, or if the tables are gone.
 
     Raises:
-        RemoteUrlError: the URL has a digest in place of a tag.
-        RemoteNameTakenError: the tag stands for another artifact, and `replace` is False.
+        RemoteUrlError: The URL has a digest in place of a tag.
+        RemoteNameTakenError: The tag stands for another artifact, and `replace` is False.
     """
     name = ArtifactName.parse(url)
     if name.is_pinned:
@@ -384,13 +391,15 @@ class NoTablesError(RemoteUnreachableError):
 
 
 class ArtifactBucket(Bucket):
-    """An artifact with tables as a read-only remote that holds one checkpoint.
+    """An artifact with tables, presented as a read-only remote with one checkpoint.
 
-    `manifest` is the name of the checkpoint's manifest, for which the reference stands. The tables
-    are read when anything else is requested. `layers` has the digest and size of each layer.
+    The checkpoint is called `name`, and `manifest` is the name of its manifest. `layers` has the
+    digest and the size of each layer. The tables are read when anything but the reference or the
+    marker is requested.
 
     Raises:
-        NoTablesError: the tables cannot be read, or do not fit the manifest and the layers.
+        NoTablesError: From any method, if the tables cannot be read, or do not fit the manifest
+            and the layers.
     """
 
     def __init__(
@@ -488,14 +497,14 @@ class ArtifactBucket(Bucket):
 
 
 class Artifact:
-    """An artifact in a registry, opened to be pulled. Any program may have made it."""
+    """An artifact in a registry, opened for a pull. Any program may have made the artifact."""
 
     def __init__(self, registry: RegistryRepository) -> None:
-        """Read its manifest.
+        """Read the manifest of the artifact that `registry` names.
 
         Raises:
-            NotARemoteError: there is none.
-            UnsupportedError: it is an index of several.
+            NotARemoteError: There is no artifact of this name.
+            UnsupportedError: The name stands for an index of several artifacts.
         """
         self.registry, self._name = registry, registry.name
         held: RegistryManifest | None = self.registry.manifest(self._name.reference)
@@ -513,10 +522,11 @@ class Artifact:
         return self._name.url
 
     def as_bucket(self, name: str) -> ArtifactBucket | None:
-        """Return the artifact as a remote with one checkpoint, or None if it names no tables.
+        """Return a bucket that presents the artifact as a remote with the checkpoint `name`.
 
-        The artifact's manifest names the tables by digest, so they are as trustworthy as the
-        manifest. The tables are not read yet.
+        Returns None if the artifact's manifest does not name tables. The manifest names the tables
+        by their digest, so the tables are as trustworthy as the manifest. This method does not read
+        the tables.
         """
         notes = self._document.annotations or {}
         named, manifest = _tables_of(notes), notes.get(OUR_MANIFEST, "")
@@ -534,13 +544,13 @@ class Artifact:
         return ArtifactBucket(self.registry, name, manifest, tables, layers)
 
     def unchanged(self, held: StoredCheckpoint, name: str) -> TransferResult | None:
-        """Return the result of a pull if the local checkpoint equals the artifact, else None.
+        """Return the result of the pull if the local checkpoint `held` equals the artifact.
 
-        None means that the content has to be downloaded to tell: layers that are archives, or files
-        that only the artifact has.
+        Returns None if the content has to be downloaded for the comparison, because layers are
+        archives, or because the artifact has files that the checkpoint lacks.
 
         Raises:
-            RemoteNameTakenError: the local checkpoint of this name differs from the artifact.
+            RemoteNameTakenError: The local checkpoint, called `name`, differs from the artifact.
         """
         began = time.monotonic()
         layers = {_plain_path_of(layer): layer for layer in self._document.layers}
@@ -570,15 +580,15 @@ class Artifact:
         )
 
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
-        """Write the files of all layers into a folder and verify the digest of each layer.
+        """Write the files in all layers into `folder`, and verify the digest of each layer.
 
-        Returns the size of the layers in bytes. A single-file layer that an earlier attempt has
-        written in part is continued.
+        Returns the size of all layers in bytes. If an earlier attempt has written a part of a
+        layer that is a single file, only the rest is downloaded.
 
         Raises:
-            UnsupportedError: a layer has an unknown type or no file name.
-            EscapingPathError: a file's name leads out of the folder.
-            DamagedRemoteError: a layer does not match its digest.
+            UnsupportedError: A layer has an unknown type or no file name, or there are no layers.
+            EscapingPathError: A file's name leads out of the folder.
+            DamagedRemoteError: A layer does not match its digest.
         """
         held = self._document.layers
         layers = [each for each in held if each.media_type != EMPTY or _path_of(each) is not None]
@@ -662,7 +672,10 @@ def _taken(url: str, name: str) -> RemoteNameTakenError:
 
 @contextmanager
 def advising_pull(url: str, name: str) -> Iterator[None]:
-    """Convert an import's NameTakenError inside the block to RemoteNameTakenError about a pull."""
+    """Context manager: while it is active, a NameTakenError of an import is converted.
+
+    It becomes a RemoteNameTakenError about the pull of the checkpoint `name` from `url`.
+    """
     try:
         yield
     except NameTakenError as error:
@@ -673,10 +686,11 @@ def advising_pull(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
-    """Make a temporary folder for the layers of an artifact, and remove it at the end.
+    """Context manager: while it is active, a folder in `tmp` holds the layers of an artifact.
 
-    If the registry becomes unreachable or the user interrupts, the folder stays for the next pull
-    of the same artifact, until a gc of the store removes it.
+    The context manager yields the path of the folder and removes the folder at the end. If the
+    registry becomes unreachable or refuses access, or the user interrupts, the folder stays for
+    the next pull of the same artifact, until a gc of the store removes it.
     """
     folder, keep = tmp / f"layers-{artifact.digest.rpartition(':')[2]}", False
     make_folders(files, folder)

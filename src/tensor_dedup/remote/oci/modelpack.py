@@ -1,9 +1,11 @@
 """Encode a checkpoint as two OCI artifacts: a ModelPack of whole files, and tables. No I/O.
 
-The first follows the ModelPack specification of the CNCF: each file is an uncompressed layer, so
-any OCI client can pull the files. The second refers to the first. Its tables say where in the
-layers each tensor lies, with its digests, so that this package can pull single tensors. An
-annotation of the first has the digest of the tables, so pinning the model by digest pins the tables
+The ModelPack follows the specification of that name by the CNCF. Each file is an uncompressed
+layer, so any OCI client can pull the files.
+
+The second artifact refers to the first. Its tables have the place of each tensor in the layers and
+the digests of the tensor, so this package can pull single tensors. An annotation of the ModelPack
+has the digest of the tables. So if a user pins the ModelPack by its digest, the tables are pinned
 too.
 """
 
@@ -47,9 +49,9 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class ArtifactLayer:
-    """A layer to push: a file or, if `path` is None, a tar of several files.
+    """A layer that a push is to send: a file or, if `path` is None, a tar of several files.
 
-    `parts` are its pieces and, in a tar, the bytes between them, in order.
+    `parts` are the pieces of the layer and, in a tar, the bytes between the pieces, in order.
     """
 
     media_type: str
@@ -63,9 +65,10 @@ class ArtifactLayer:
 
 
 def layers_of(files: Sequence[StoredFile], most: int = _MOST_LAYERS) -> list[ArtifactLayer]:
-    """Return the layers of a checkpoint: one for each file or, for more than `most` files, tars.
+    """Return the layers of a checkpoint with these `files`.
 
-    The same files always make the same layers.
+    Each file is a layer of its own. If there are more than `most` files, they are packed into tars.
+    The same files always give the same layers.
     """
     found: list[ArtifactLayer] = []
     for kind in _KINDS:
@@ -101,7 +104,10 @@ def _tarred(file: StoredFile) -> Iterator[bytes | Piece]:
 
 
 def table_of(layer: ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table:
-    """Return the table of the pieces in a layer; `leaves_of` returns a piece's leaf digests."""
+    """Return the table of the pieces in `layer`.
+
+    `leaves_of` returns the leaf digests of a piece, joined.
+    """
     records, at = [], 0
     for part in layer.parts:
         if isinstance(part, bytes):
@@ -118,14 +124,18 @@ def table_of(layer: ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table
 
 
 class TabledLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The SHA-256 of a layer, and its encoded table."""
+    """A layer in the tables blob: the SHA-256 of the layer, and the layer's encoded table."""
 
     sha256: bytes
     table: bytes
 
 
 class ArtifactTables(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The tables blob: a manifest's name, the encoded manifest and pages, and the layers."""
+    """The decoded tables blob, which is the content of the artifact with the tables.
+
+    `manifest` is the name of the checkpoint's manifest as bytes, and `objects` are the encoded
+    manifest and its pages.
+    """
 
     manifest: bytes
     objects: list[bytes]
@@ -135,7 +145,11 @@ class ArtifactTables(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 def encode_tables(
     manifest: str, objects: Sequence[bytes], layers: Sequence[tuple[str, Table]]
 ) -> bytes:
-    """Return the tables blob; `layers` are pairs of a digest (`sha256:...`) and a table."""
+    """Encode the tables blob for the manifest of the name `manifest`.
+
+    `objects` are the encoded pages and manifest. `layers` are pairs of a digest (`sha256:...`) and
+    a table.
+    """
     listed = [
         TabledLayer(bytes.fromhex(digest.removeprefix("sha256:")), tables.encode(table).blob)
         for digest, table in layers
@@ -144,17 +158,18 @@ def encode_tables(
 
 
 def decode_tables(blob: bytes, where: str) -> ArtifactTables:
-    """Decode the tables blob. The caller has to check its content.
+    """Decode the tables blob read at the URL `where`. The caller has to check its content.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: it is damaged, or of a later version.
+        DamagedRemoteError: The blob is damaged.
+        NewerFormatError: The blob has a later version.
     """
     with remote_damage(where) as path:
         return frames.decode(blob, _KIND, ArtifactTables, path)
 
 
 class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """An OCI descriptor: a reference to a blob or a manifest."""
+    """An OCI descriptor, which refers to a blob or a manifest by its digest."""
 
     media_type: str
     digest: str
@@ -164,7 +179,10 @@ class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"
 
 
 class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """The fields of an OCI manifest or index that are used here; an index has no `layers`."""
+    """The fields of an OCI manifest or index that this package uses.
+
+    A manifest has `layers`; an index has `manifests` instead.
+    """
 
     media_type: str = MANIFEST
     artifact_type: str = ""
@@ -174,7 +192,7 @@ class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def model_config(name: str, layers: Sequence[Descriptor]) -> bytes:
-    """Return the JSON configuration of a model in the schema of ModelPack."""
+    """Return the configuration of the model `name` as JSON, in the schema of ModelPack."""
     suffixes = {
         PurePosixPath((layer.annotations or {}).get(FILE_PATH, "")).suffix for layer in layers
     }
@@ -196,7 +214,7 @@ def manifest_blob(
     subject: Descriptor | None = None,
     annotations: dict[str, str] | None = None,
 ) -> bytes:
-    """Return the JSON bytes of an OCI manifest."""
+    """Return an OCI manifest as JSON; `subject` is the manifest to which it refers, if any."""
     more = {"subject": subject, "annotations": annotations}
     return msgspec.json.encode(
         {
@@ -211,15 +229,15 @@ def manifest_blob(
 
 
 def index_blob(held: Sequence[Descriptor]) -> bytes:
-    """Return the JSON bytes of an OCI index of these manifests."""
+    """Return an OCI index of the manifests in `held` as JSON."""
     return msgspec.json.encode({"schemaVersion": 2, "mediaType": INDEX, "manifests": [*held]})
 
 
 def decode_document(blob: bytes, where: str) -> ManifestDocument:
-    """Decode an OCI manifest or index.
+    """Decode `blob`, an OCI manifest or index read at the URL `where`.
 
     Raises:
-        DamagedRemoteError: it is neither.
+        DamagedRemoteError: The bytes are neither a manifest nor an index.
     """
     try:
         found = msgspec.json.decode(blob, type=ManifestDocument)

@@ -1,7 +1,7 @@
-"""A repository of an OCI registry: its manifests, blobs and referrers.
+"""A repository in an OCI registry: its manifests, blobs and referrers.
 
-Credentials are found as oras does: in Docker's configuration file and through its credential
-helpers, as `docker login` and `oras login` store them. DOCKER_CONFIG and REGISTRY_AUTH_FILE may
+Credentials are looked up like those of oras: in Docker's configuration file and in credential
+helpers, where `docker login` and `oras login` store them. DOCKER_CONFIG and REGISTRY_AUTH_FILE may
 name further files. A registry on this machine (localhost) is reached by http, all others by https.
 """
 
@@ -83,13 +83,16 @@ class _BrokenOffError(RemoteUnreachableError):
 
 
 class BlobContent(Protocol):
-    """The bytes of a blob, in chunks. It can be iterated again when a request is repeated."""
+    """The bytes of a blob, in chunks.
+
+    The object can be iterated several times, because a failed request is repeated.
+    """
 
     def __len__(self) -> int:
-        """Return their number."""
+        """Return the number of bytes."""
 
     def __iter__(self) -> Iterator[bytes]:
-        """Iterate over them, in chunks."""
+        """Iterate over the bytes, in chunks."""
 
 
 class _Slices:
@@ -110,7 +113,11 @@ class _Slices:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactName:
-    """The parts of a URL `oci://HOST/REPOSITORY:TAG`, or with `@sha256:...` in place of the tag."""
+    """The parts of the URL of an artifact.
+
+    The URL is `oci://HOST/REPOSITORY:TAG` or `oci://HOST/REPOSITORY@sha256:...`; `reference` is the
+    tag or the digest.
+    """
 
     host: str
     repository: str
@@ -118,10 +125,10 @@ class ArtifactName:
 
     @classmethod
     def parse(cls, url: str) -> "ArtifactName":
-        """Parse a URL; the tag is `latest` if none is given.
+        """Parse the URL of an artifact. Without a tag or a digest, the tag is `latest`.
 
         Raises:
-            RemoteUrlError: it is not the URL of an artifact, or contains a credential.
+            RemoteUrlError: The text is not the URL of an artifact, or contains a credential.
         """
         host, _, path = url.removeprefix(SCHEME).partition("/")
         if "@" in host:
@@ -142,19 +149,19 @@ class ArtifactName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the reference is a digest and not a tag, which may change."""
+        """Whether `reference` is a digest. A tag, in contrast, may change."""
         return ":" in self.reference
 
     @property
     def url(self) -> str:
-        """The full URL."""
+        """The full URL, with the tag or the digest."""
         mark = "@" if self.is_pinned else ":"
         return f"{SCHEME}{self.host}/{self.repository}{mark}{self.reference}"
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryManifest:
-    """The bytes of a manifest or an index, and their digest (`sha256:...`)."""
+    """The bytes of a manifest or an index in a registry, and their digest (`sha256:...`)."""
 
     blob: bytes
     digest: str
@@ -207,7 +214,7 @@ def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is a SHA-256 digest (`sha256:...`)."""
+    """Return whether `text` is a SHA-256 digest in the form `sha256:...`."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -280,21 +287,22 @@ def _reason(error: Exception) -> str:
 
 
 class RegistryRepository:
-    """A repository in an OCI registry and the connections to it. Safe from any thread.
+    """A repository in an OCI registry, with connections to the registry. Safe from any thread.
 
-    Use it as a context manager.
+    Use the object as a context manager, which closes the connections at the end.
 
     Raises:
-        RemoteUnreachableError: from any method, if the registry does not answer or its answer
+        RemoteUnreachableError: From any method, if the registry does not answer or its answer
             cannot be used.
-        RemoteAccessError: from any method, if the credentials are missing or refused.
+        RemoteAccessError: From any method, if the credentials are missing or refused.
     """
 
     def __init__(self, name: ArtifactName) -> None:
-        """Open a repository; nothing is asked yet.
+        """Open the repository of the artifact `name`; no request is sent yet.
 
         Raises:
-            NotInstalledError: oras, of the extra `oci`, is not installed.
+            NotInstalledError: The package oras, of the extra `oci`, is not installed.
+            RemoteAccessError: A file with credentials cannot be read.
         """
         try:
             from oras.container import Container
@@ -335,21 +343,24 @@ class RegistryRepository:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connections."""
+        """Close the connections to the registry."""
         self._client.session.close()
 
     def at(self, reference: str) -> str:
-        """Return the URL of a manifest or a blob, for messages."""
+        """Return the URL of a manifest or a blob in this repository, for messages.
+
+        `reference` is a tag or a digest.
+        """
         mark = "@" if ":" in reference else ":"
         return f"{SCHEME}{self.name.host}/{self.name.repository}{mark}{reference}"
 
     # --- manifests
 
     def manifest(self, reference: str) -> RegistryManifest | None:
-        """Return the manifest or index of a tag or a digest, or None if there is none.
+        """Return the manifest or index with a tag or a digest, or None if there is none.
 
         Raises:
-            DamagedRemoteError: its bytes do not match the requested digest.
+            DamagedRemoteError: The bytes do not match the requested digest, or are too many.
         """
         accept = {"Accept": _ACCEPTED}
         blob = self._small(f"manifests/{reference}", accept, reference, 4 * MANIFEST_BYTES)
@@ -361,7 +372,10 @@ class RegistryRepository:
         return RegistryManifest(blob, digest)
 
     def put_manifest(self, reference: str, media_type: str, blob: bytes) -> bool:
-        """Write a manifest; return whether the registry supports listing it as a referrer."""
+        """Write a manifest under a tag or a digest.
+
+        Returns whether the registry has recorded the manifest as a referrer of its subject.
+        """
         self.traffic.add(sent=len(blob))
         found = self._request("PUT", f"manifests/{reference}", {"Content-Type": media_type}, blob)
         self._check(found, reference, 201)
@@ -373,14 +387,14 @@ class RegistryRepository:
         """The path of a blob. A manifest names it, and must not lead to another path of the host.
 
         Raises:
-            DamagedRemoteError: this is no digest.
+            DamagedRemoteError: The text is not a digest.
         """
         if not is_digest(digest):
             raise DamagedRemoteError.at(self.name.url, f"{digest[:80]!r} is no digest of SHA-256")
         return f"blobs/{digest}"
 
     def has_blob(self, digest: str) -> bool:
-        """Return whether the repository has a blob."""
+        """Return whether the repository has the blob with this digest."""
         self.traffic.add()
         found = self._request("HEAD", self._blob_path(digest))
         if found.status_code == 404:
@@ -389,10 +403,10 @@ class RegistryRepository:
         return True
 
     def blob(self, digest: str, limit: int) -> bytes | None:
-        """Return a small blob, or None if there is none.
+        """Return the content of a small blob, or None if the repository does not have the blob.
 
         Raises:
-            DamagedRemoteError: it does not match its digest, or has more than `limit` bytes.
+            DamagedRemoteError: The blob does not match its digest, or has more than `limit` bytes.
         """
         blob = self._small(self._blob_path(digest), {}, digest, limit)
         if blob is None:
@@ -422,12 +436,14 @@ class RegistryRepository:
         return bytes(blob)
 
     def blob_range(self, digest: str, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop` of a blob, fewer if it is shorter; unverified.
+        """Return the bytes of a blob from `start` to `stop`, unverified.
+
+        The result is shorter if the blob ends earlier.
 
         Raises:
-            FileNotFoundError: there is no such blob.
-            NoRangesError: the registry sends whole blobs only.
-            RemoteUnreachableError: it sends more than the range; reading stops there.
+            FileNotFoundError: There is no such blob.
+            NoRangesError: The registry sends whole blobs only.
+            RemoteUnreachableError: The registry does not answer, or sends more than the range.
         """
         data, path = bytearray(), self._blob_path(digest)
         for attempt in range(_ATTEMPTS):
@@ -455,15 +471,15 @@ class RegistryRepository:
     def chunks(
         self, digest: str, nbytes: int, held: Iterable[bytes | memoryview] = ()
     ) -> Iterator[bytes]:
-        """Iterate over the `nbytes` bytes of a blob, and compare them with its digest at the end.
+        """Iterate over a blob of `nbytes` bytes in chunks, and compare the digest at the end.
 
-        `held` are the first bytes, from an earlier attempt. They are verified too, but neither
-        requested nor returned. If a response breaks off, the remaining bytes are requested, or the
-        whole blob if the registry does not support ranges.
+        `held` are the first bytes of the blob, which an earlier attempt has received. They count in
+        the digest, but are neither requested nor returned. If a response breaks off, the remaining
+        bytes are requested, or the whole blob if the registry does not support ranges.
 
         Raises:
-            DamagedRemoteError: the bytes do not match the digest, are too many, or there is no such
-                blob.
+            DamagedRemoteError: The bytes do not match the digest or are too many, or there is no
+                blob with this digest.
         """
         hasher, size, path = hashlib.sha256(), 0, self._blob_path(digest)
         for part in held:
@@ -507,7 +523,8 @@ class RegistryRepository:
     def upload(self, digest: str, content: BlobContent, mount_from: str | None = None) -> bool:
         """Upload a blob that the repository lacks; return whether its bytes were sent.
 
-        They are not sent if the registry can mount the blob from the repository `mount_from`.
+        `content` has the bytes. They are not sent if the registry can mount the blob, that is, use
+        the copy in the repository `mount_from`.
         """
         wanted = {"mount": digest} | ({"from": mount_from} if mount_from else {})
         for attempt in range(_ATTEMPTS):

@@ -4,9 +4,9 @@
     tensors = adapter.extract(model)
     model = adapter.reconstruct(tensors, original=model)
 
-There is one adapter for each framework. Each also accepts dicts, lists and other structures of
-objects that any adapter accepts, and objects of types that were registered with
-`register_provider`. Importing this package imports no framework.
+There is one adapter for each framework. Each adapter also accepts objects of types that were
+registered with `register_provider`, and dicts, lists and other structures of objects that any
+adapter accepts. Importing this package imports no framework.
 """
 
 from collections.abc import Iterator, Mapping
@@ -67,12 +67,13 @@ _PACKAGES: Final = {
 
 
 def adapter_for(model: object) -> ModelAdapter:
-    """Return the adapter for an object, chosen by its type, or for a structure, by its content.
+    """Return the adapter for `model`, chosen by its type.
 
-    No framework is imported.
+    For a structure such as a dict or a list, the adapter is chosen by the content. No framework is
+    imported.
 
     Raises:
-        UnknownModelError: no adapter accepts the object.
+        UnknownModelError: No adapter accepts the object.
     """
     for name in _names(model, 0):
         return by_name(name)
@@ -82,10 +83,10 @@ def adapter_for(model: object) -> ModelAdapter:
 
 
 def by_name(name: str) -> ModelAdapter:
-    """Return a new adapter with the name that is recorded in a step.
+    """Return a new adapter of the kind `name`, which is the name recorded in a step.
 
     Raises:
-        UnknownAdapterError: no adapter has this name.
+        UnknownAdapterError: No adapter has this name.
     """
     if (kind := _ADAPTERS.get(name)) is None:
         known = ", ".join(sorted(_ADAPTERS))
@@ -94,9 +95,9 @@ def by_name(name: str) -> ModelAdapter:
 
 
 def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
-    """Return the chunks of a model, in order, from an adapter's `chunks` or `extract`.
+    """Return the chunks of `model` in order, from the adapter's method `chunks` or `extract`.
 
-    If an adapter has both methods, the one that a more derived class defines is used.
+    If the adapter has both methods, `chunks` is used, unless a subclass overrides only `extract`.
     """
     for kind in type(adapter).__mro__:
         if "chunks" in vars(kind):

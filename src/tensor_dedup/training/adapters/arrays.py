@@ -15,13 +15,14 @@ _CODES: Final = frozenset(NUMPY_CODES.values())
 
 
 def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | NamedValue, Wire]":
-    """Return an array in a form that can be stored, and its encoded dtype, or None if unchanged.
+    """Return `array` in a form that can be stored, and its encoded dtype.
 
-    Times become 64-bit integers. Strings and records become bytes, with one more dimension and
-    zeros between fields. Nothing is copied.
+    The encoded dtype is None if the array can be stored unchanged. Times become 64-bit integers.
+    Strings and records become bytes, with one more dimension and with zeros between the fields of a
+    record. Nothing is copied.
 
     Raises:
-        UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
+        UnsupportedArrayError: The dtype depends on the machine or holds Python objects, or the
             array is of a subclass of numpy.ndarray.
     """
     import numpy as np
@@ -48,10 +49,10 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | Nam
 
 
 def restored(stored: Any, wire: Wire) -> Any:
-    """Return the array that `storable` converted.
+    """Return the original array for `stored` and `wire`, which `storable` has returned.
 
     Raises:
-        DamagedStateError: `storable` never writes this dtype or shape.
+        DamagedStateError: The dtype and the shape are not a result of `storable`.
     """
     import numpy as np
 
@@ -68,15 +69,18 @@ def restored(stored: Any, wire: Wire) -> Any:
 
 
 def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
-    """Zero the padding bytes between the fields of records, whose content is undefined."""
+    """Set the padding bytes between the fields of records in `rows` to zero.
+
+    Padding bytes have undefined content.
+    """
     for start, stop in _gaps(dtype):
         rows[..., start:stop] = 0
 
 
 def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int] | None:
-    """Return the order of dimensions in memory, outermost first.
+    """Return the order in which the dimensions of an array lie in memory, outermost first.
 
-    The result is None for C order, and for arrays with gaps between elements.
+    Returns None if the array is in C order, or has gaps between its elements.
     """
     large = [number for number, size in enumerate(shape) if size != 1]
     if 0 in shape or len(large) < 2:
@@ -92,7 +96,7 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> lis
 
 
 def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
-    """Return the same elements with another order of dimensions in memory.
+    """Return `array` with its dimensions in memory in the order `order`; the elements are equal.
 
     Raises:
         DamagedStateError: `order` is not a permutation of the dimensions.

@@ -18,9 +18,9 @@ in a saved structure:
         restore=lambda state, original: Scaler(**state),
     ))
 
-A save reads a model as a stream of chunks (StateChunk). The providers of its parts yield them one
-by one, and each is processed before the next is made. A state may be an iterator of its parts, and
-a part may have hints:
+A save reads a model as a stream of chunks (StateChunk). The providers for the parts of the model
+yield the chunks one by one, and each chunk is processed before the next one is made. So a state may
+be an iterator over its keys and values, and a value may be a chunk with hints:
 
     def state(corpus):
         yield "embedding", StateChunk(corpus.embedding, frozen=True)  # is not copied
@@ -45,32 +45,35 @@ if TYPE_CHECKING:
 class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
-    It may also have `chunks(model)`, an iterator of named StateChunks, which a save then uses
-    instead of `extract`. Each chunk must have memory of its own that stays unchanged until the
-    model may be changed: a save may read it after all other chunks were made. A buffer that is
-    filled again would be saved with wrong content, and no error would be raised. Methods are called
-    from several threads.
+    An adapter may also have a method `chunks(model)`, which returns an iterator of named
+    StateChunks. A save then uses `chunks` instead of `extract`. Each chunk must have memory of its
+    own that stays unchanged until the model may be changed, because a save may read the chunk after
+    all other chunks were made. If a provider filled one buffer again for each chunk, wrong content
+    would be saved without an error.
+
+    The methods are called from several threads.
     """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Return the state of the model as named values; the names stay the same from step to step.
+        """Return the state of `model` as named values.
 
-        Values may share the model's memory.
+        The names must stay the same from step to step. Values may share the model's memory.
 
         Raises:
-            StateError: a part of the model cannot be stored.
+            StateError: A part of the model cannot be stored.
         """
         ...
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any) -> Any:
-        """Rebuild the model from what `extract` returned, in `original` if possible.
+        """Return the model rebuilt from `tensors`, the values that `extract` returned.
 
-        The values are writable, and the model takes ownership of them.
+        If possible, the values are restored into `original`. They are writable, and the model takes
+        ownership of them.
 
         Raises:
-            StateError: the values do not form a model, or do not fit `original`.
+            StateError: The values do not form a model, or do not fit `original`.
         """
         ...
 
@@ -79,19 +82,19 @@ class ModelAdapter(Protocol):
 class StateProvider:
     """Functions that convert objects of one type to a state that can be stored, and back.
 
-    `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
-    objects that have a provider, StateChunks, or containers of them. It may also return an iterator
-    over the keys and values of a dict; each value is processed before the next is requested, and
-    its memory must not be reused for another. A StateChunk is restored like its source; one of
-    bytes or with `make` is restored as a NamedValue.
-
-    `restore` takes a state and the object to restore into (None to make a new one), and returns
-    that object. `parts`, if given, returns the equivalent of `state` for the object to restore
-    into, so that its tensors and arrays are filled in place.
-
-    `flat` has keys of the state that are left out of the names of pieces. `fixed` has keys whose
-    plain values hardly ever change. With `inline`, tensors of one element are stored as plain
-    values.
+    * `name` identifies the provider in checkpoints.
+    * `state(obj)` returns the state of an object: plain values, arrays, tensors, other objects that
+      have a provider, StateChunks, or containers of all these. Instead of a dict, it may return an
+      iterator over the keys and values of the dict. Each value is then processed before the next
+      one is requested, and the memory of a value must not be reused for another.
+    * `restore(state, original)` restores a state into the object `original`, or into a new object
+      if `original` is None, and returns the object. In the state, a StateChunk is replaced by its
+      source, or by a NamedValue if the source is bytes or is made by `make`.
+    * `parts(original)`, if given, returns the same structure as `state`, with those tensors and
+      arrays of `original` that are to be filled in place.
+    * `flat` has the keys of the state that are left out of the names of pieces.
+    * `fixed` has the keys of the state whose plain values hardly ever change.
+    * `inline` says whether tensors with one element are stored as plain values.
     """
 
     name: str
@@ -107,8 +110,8 @@ class StateProvider:
 class PieceSeries:
     """A series of byte strings in a state, stored as pieces `NAME_000000`, `NAME_000001`, ...
 
-    Use it for data that grows at its end, such as the trees of an ensemble: earlier pieces stay
-    unchanged. The items of a restored series are memoryviews.
+    Use a series for data that grows at its end, such as the trees of an ensemble, because earlier
+    pieces then stay unchanged. The items of a restored series are memoryviews.
     """
 
     name: str
@@ -116,9 +119,9 @@ class PieceSeries:
 
 
 class Providers:
-    """The registry of providers by type. Safe from any thread.
+    """The registry of providers, by the type of the objects that they serve. Safe from any thread.
 
-    A type may be given as "module.name", so that its module need not be imported.
+    A type may be given as the string "module.name", so that its module need not be imported.
     """
 
     def __init__(self) -> None:
@@ -128,11 +131,11 @@ class Providers:
         self._named: Final[dict[str, StateProvider]] = {}
 
     def register(self, kind: type | str, provider: StateProvider) -> None:
-        """Register a provider, which may serve several types.
+        """Register `provider` for the type `kind`. One provider may serve several types.
 
         Raises:
-            BadOptionError: `kind` is no type, or `provider` no StateProvider.
-            ProviderTakenError: the name or the type already has another provider.
+            BadOptionError: `kind` is not a type, or `provider` is not a StateProvider.
+            ProviderTakenError: The name or the type already has another provider.
         """
         given: tuple[object, object] = (kind, provider)
         if not isinstance(given[0], type | str):
@@ -145,7 +148,7 @@ class Providers:
         self._add(self._of_type, text, provider)
 
     def register_package(self, package: str, provider: StateProvider) -> None:
-        """Register a provider for all types of a package that have no provider of their own."""
+        """Register `provider` for all types in `package` that have no provider of their own."""
         self._add(self._of_package, package, provider)
 
     def _add(self, kinds: dict[str, StateProvider], key: str, provider: StateProvider) -> None:
@@ -156,19 +159,23 @@ class Providers:
                 raise ProviderTakenError.at(key, "this type has a provider")
 
     def find(self, kind: type) -> StateProvider | None:
-        """Return the provider of a type, of its first base class with one, or of its package."""
+        """Return the provider for the type `kind`, or None if there is none.
+
+        A provider registered for the type itself comes first, then one for the nearest base class,
+        then one for the package of the type or of a base class.
+        """
         typed = (self._of_type.get(full_name(base)) for base in kind.__mro__)
         packages = (base.__module__.partition(".")[0] for base in kind.__mro__)
         whole = (self._of_package.get(package) for package in packages)
         return next(filter(None, chain(typed, whole)), None)
 
     def named(self, name: str) -> StateProvider | None:
-        """Return the provider with this name in checkpoints, or None."""
+        """Return the provider that checkpoints call `name`, or None if there is none."""
         return self._named.get(name)
 
 
 def full_name(kind: type) -> str:
-    """Return the module and qualified name of a type, as "module.name"."""
+    """Return the name of a type as "module.name", with the qualified name in the module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -178,18 +185,18 @@ providers: Final = Providers()
 def register_provider(kind: type | str, provider: StateProvider) -> None:
     """Register how objects of a type, and of types derived from it, are converted to state.
 
-    `kind` may be the type's module and name as a string. Register before saving and before loading,
-    in every process, from any thread.
+    `kind` is the type, or its module and name as the string "module.name". Register the provider in
+    every process, before objects of the type are saved or loaded. Safe from any thread.
 
     Raises:
-        BadOptionError: `kind` is no type, or `provider` no StateProvider.
-        ProviderTakenError: the type or the name already has another provider.
+        BadOptionError: `kind` is not a type, or `provider` is not a StateProvider.
+        ProviderTakenError: The type or the name already has another provider.
     """
     providers.register(kind, provider)
 
 
 def register_package(package: str, provider: StateProvider) -> None:
-    """Register a provider for all types of a package that have no provider of their own."""
+    """Register `provider` for all types in `package` that have no provider of their own."""
     providers.register_package(package, provider)
 
 
@@ -197,7 +204,7 @@ def register_package(package: str, provider: StateProvider) -> None:
 class ValuePath:
     """The path to a value in a model, made of keys, attributes and indices.
 
-    `str` formats it as a Python expression, and `name` as the name of a piece.
+    `str(path)` formats the path as a Python expression, and `path.name` as the name of a piece.
     """
 
     above: "ValuePath | None" = None
@@ -208,7 +215,7 @@ class ValuePath:
 
     @property
     def name(self) -> str:
-        """The keys on the path, joined by dots."""
+        """The name of the piece at this path: the keys on the path, joined by dots."""
         if self._name is None:
             above = self.above.name if self.above else ""
             self._name = f"{above}.{self.part}" if above and self.part else above or self.part
@@ -224,7 +231,8 @@ class ValuePath:
     def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "ValuePath":
         """Return the path of the value under `key` in the mapping or object at this path.
 
-        `attribute` formats it as an attribute. `flat` leaves the key out of the name of the piece.
+        With `attribute`, the key is formatted as an attribute. With `flat`, the key is left out of
+        the name of the piece.
         """
         if flat:
             return ValuePath(self, "", "", dotted=True)
@@ -234,13 +242,13 @@ class ValuePath:
         return ValuePath(self, f".{key}" if plain else f'["{key}"]', key)
 
     def item(self, number: int) -> "ValuePath":
-        """Return the path of an item of the sequence at this path."""
+        """Return the path of the item `number` in the sequence at this path."""
         return ValuePath(self, f"[{number}]", str(number))
 
 
 @contextmanager
 def located(place: ValuePath) -> Iterator[None]:
-    """Add the path to any StateError that is raised inside the block without a path."""
+    """Context manager: while it is active, a StateError without a path gets the path `place`."""
     try:
         yield
     except StateError as error:
@@ -250,7 +258,7 @@ def located(place: ValuePath) -> Iterator[None]:
 
 
 def placed(error: StateError, place: ValuePath) -> StateError:
-    """Return the same error with the path added."""
+    """Return `error` with the path `place` added."""
     what = error.message.removeprefix("the model: ").removesuffix(f"; {error.advice}")
     facts = {key: held for key, held in error.facts.items() if key != "place"}
     return type(error).at(str(place), what, **facts)

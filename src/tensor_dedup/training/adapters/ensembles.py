@@ -1,9 +1,9 @@
 """Common code of the adapters for tree ensembles: append-only saving, and estimators.
 
 With `append_only=True` the caller declares that an ensemble only grows. Trees that an adapter has
-read before are then not read again, so a change to an already saved tree goes unnoticed. Every save
-checks that there are at least as many trees as before, and that the last known one is unchanged.
-Otherwise all of them are read again.
+read before are then not read again, so a change to a saved tree goes unnoticed. Every save checks
+that there are at least as many trees as before, and that the last known tree is unchanged. If this
+does not hold, all trees are read again.
 """
 
 import importlib
@@ -36,7 +36,10 @@ class _Read(NamedTuple):
 
 
 class AppendOnlyMemory:
-    """What an adapter remembers of the model that it processed last. One thread at a time."""
+    """The memory in which an adapter keeps data about the model that it processed last.
+
+    The data spares it work at the next step of the same model. Use it from one thread at a time.
+    """
 
     def __init__(self) -> None:
         # By the identity of the first object, which is held, or of what holds the trees.
@@ -44,21 +47,24 @@ class AppendOnlyMemory:
         self._next: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Start collecting what is to be remembered of a model."""
+        """Begin to process a model: values passed to `keep` from now on belong to it."""
         self._next = {}
 
     def end(self) -> None:
-        """Finish processing a model, and forget what was remembered of the previous one."""
+        """End the processing of a model, and forget the values kept for the previous model."""
         self._last, self._next = self._next, {}
 
     def known(self, key: object) -> Any:
-        """Return what was remembered for this object, by identity, or None."""
+        """Return the value kept for the object `key` of the previous model, or None.
+
+        Objects are compared by identity.
+        """
         return self._last.get(id(key))
 
     def keep(self, key: object, value: object) -> None:
-        """Remember a value for an object until the next model.
+        """Keep `value` for the object `key` until the next model was processed.
 
-        `value` must keep the object alive.
+        `value` must hold a reference to the object, so that its identity is not reused.
         """
         self._next[id(key)] = value
 
@@ -67,22 +73,28 @@ _current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=N
 
 
 def append_only_memory() -> AppendOnlyMemory | None:
-    """Return the append-only memory of the adapter that is currently running, or None."""
+    """Return the memory of the adapter that is processing a model in this context.
+
+    Returns None if no adapter is running, or if its ensembles are not declared append-only.
+    """
     return _current.get()
 
 
 def warn_not_append_only(kind: str) -> None:
-    """Log a warning that an ensemble declared append-only was changed other than by growing."""
+    """Log a warning that an ensemble was declared append-only, but did not only grow.
+
+    `kind` is the name of the type of its members.
+    """
     _log.warning(_BROKEN, kind)
 
 
 def read_columns(
     objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
 ) -> _Columns | None:
-    """Return `columns_of(objects)`: columns with one item for each object.
+    """Return the same as `columns_of(objects)`, which reads columns with one item for each object.
 
-    In append-only mode, objects that were read at the previous step are not read again, except the
-    last, which is compared.
+    In append-only mode, objects that were read at the previous step are not read again. Only the
+    last of them is read and compared; if it has changed, all objects are read.
     """
     memory = append_only_memory()
     if memory is None:
@@ -118,10 +130,11 @@ class GrowingAdapter(StructureAdapter):
     def __init__(self, *, append_only: bool = False) -> None:
         """With `append_only`, do not read saved trees again while the same object grows.
 
-        The adapter keeps them in memory; use one for each run. Do not use it if trees are changed,
-        pruned or reweighted afterwards (DART, refitting): the old trees would be saved. Every save
-        checks that there are no fewer trees, and that the last known one is unchanged; otherwise it
-        logs a warning and reads all of them.
+        The adapter then keeps the saved trees in memory, so use a separate adapter for each run. Do
+        not use the option if trees are changed, pruned or reweighted after they were added (as by
+        DART and refitting), because the old trees would be saved. Every save checks that there are
+        at least as many trees as before, and that the last known tree is unchanged. Otherwise the
+        save logs a warning and reads all trees.
         """
         self._memory = AppendOnlyMemory() if append_only else None
         self._lock = threading.Lock()
@@ -146,11 +159,12 @@ def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
 
 
 def estimator_provider(package: str, title: str, base: str) -> StateProvider:
-    """Return a provider for the scikit-learn-style estimators of a boosting package.
+    """Return a provider for the scikit-learn-style estimators in the boosting package `package`.
 
     `title` is the name of the package in messages. `base` is the common base class of the
-    estimators, as "module:name". Only classes of the package itself are restored, because a
-    checkpoint has no code of other classes. Nothing is imported before an estimator is restored.
+    estimators, as "module:name". The provider restores only classes of the package itself, because
+    a checkpoint does not contain the code of other classes. Nothing is imported before an estimator
+    is restored.
     """
     module, _, name = base.partition(":")
 

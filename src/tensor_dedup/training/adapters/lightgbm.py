@@ -1,8 +1,9 @@
 """The adapter for LightGBM: a booster is stored as one piece for each tree, and a remainder.
 
 LightGBM writes a model as text: a head that ends in the sizes of the trees, the trees, and a tail
-with importances and parameters. The text is cut at those sizes. They are not stored, because they
-follow from the pieces. The remainder does not grow with the number of trees.
+with importances and parameters. The sizes in the head say where the text is cut into pieces. They
+are not stored, because they follow from the pieces. The remainder does not grow with the number of
+trees.
 """
 
 from collections.abc import Mapping
@@ -33,10 +34,12 @@ _KEPT: Final = ("best_iteration", "best_score", "params")
 class LightGBMAdapter(GrowingAdapter):
     """The adapter for boosters, LightGBM's scikit-learn estimators, and structures of them.
 
-    Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
-    `append_only`, LightGBM writes only the new trees of a booster. `original` may be a booster,
-    which then loses its training data, an effect of `model_from_string`. To continue training, pass
-    the booster to `lightgbm.train(init_model=)`.
+    Each tree is a piece of bytes, named `tree_000000` and so on. Predictions of a restored model
+    are bit-identical. With `append_only`, LightGBM writes only the new trees of a booster.
+
+    `original` may be a booster. It then loses its training data, because it is filled by LightGBM's
+    `model_from_string`. To continue the training, pass the booster to
+    `lightgbm.train(init_model=)`.
     """
 
     name = "lightgbm"

@@ -1,10 +1,13 @@
-"""Take structures apart: tensors and arrays become pieces, everything else two more pieces.
+"""Take structures apart: each tensor or array becomes a piece, all the rest two more pieces.
 
-The piece of a tensor or array is named by the keys that lead to it, joined by dots, so a state dict
-keeps its names. The piece `#structure` is a tree of nodes. A node describes what is at one place;
-None stands for the next of the plain values, which are in the piece `#values`. So the structure
-stays the same from step to step while numbers change, and the store holds it once. FORMAT.md
-defines both pieces.
+The piece for a tensor or an array is named by the keys that lead to it, joined by dots, so a state
+dict keeps its names.
+
+The two other pieces are `#structure` and `#values`. `#structure` is a tree of nodes, each of which
+describes the value at one place. For a plain value, such as a number, the node is None, and
+`#values` has the value; the values have the same order as their nodes. So `#structure` stays the
+same from step to step while numbers change, and the store holds it once. FORMAT.md defines both
+pieces.
 """
 
 import sys
@@ -60,7 +63,10 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """The node of a container that holds more than plain values; `kind` is its type's tag."""
+    """The node of a container in which there are not only plain values.
+
+    `kind` is the tag of the container's type, and `head` its extra argument (`plain.header`).
+    """
 
     kind: int
     head: Wire
@@ -71,9 +77,10 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
 class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
     """The node of a torch tensor, which is stored as the piece `name`.
 
-    `same` is an earlier piece that shares its memory. `order` is the order of its dimensions in
-    memory if that is not C order. `grad` is requires_grad, and `parameter` is True for an
-    nn.Parameter.
+    * `same` is the name of an earlier piece with which the tensor shares its memory, or None.
+    * `order` is the order of the tensor's dimensions in memory, or None for C order.
+    * `grad` is the tensor's `requires_grad`.
+    * `parameter` is True for an `nn.Parameter`.
     """
 
     name: str
@@ -84,9 +91,10 @@ class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defau
 
 
 class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
-    """The node of a numpy array, stored as the piece `name`.
+    """The node of a numpy array, which is stored as the piece `name`.
 
-    `dtype` is None if it is that of the piece.
+    `same` and `order` are as in TensorLeaf. `dtype` is the encoded dtype of the array, or None if
+    the piece has the same dtype.
     """
 
     name: str
@@ -102,7 +110,11 @@ class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
 
 
 class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """The node of an object with a provider: its state. A RefNode refers to it by `number`."""
+    """The node of an object with a provider.
+
+    `provider` is the name of the provider, and `state` the node of the object's state. A RefNode
+    refers to the object by `number`.
+    """
 
     provider: str
     number: int
@@ -110,34 +122,34 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """The node of an object that has an ObjectNode of this `number` at an earlier place."""
+    """The node of an object that occurs again, after an ObjectNode with the same `number`."""
 
     number: int
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The node of a PieceSeries, stored as pieces `name`_000000 and so on.
+    """The node of a PieceSeries, which is stored as pieces `name`_000000 and so on.
 
-    The next plain value is their number.
+    The number of pieces is the next plain value.
     """
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """The node of a numpy array of Python objects. The next plain value is its shape."""
+    """The node of a numpy array of Python objects. Its shape is the next plain value."""
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """The node of a 0-dimensional tensor. The next plain value is its bytes."""
+    """The node of a 0-dimensional tensor. Its bytes are the next plain value."""
 
     dtype: str
 
 
 class Fixed(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """The node of a plain value that hardly ever changes, and is stored in the node itself."""
+    """The node of a plain value that hardly ever changes. The value is in the node itself."""
 
     value: Wire
 
@@ -171,7 +183,8 @@ def decode_structure(data: memoryview) -> Node:
     """Decode the piece `#structure` and return its root node.
 
     Raises:
-        DamagedStateError: it is not a structure, or was written by a later version of this package.
+        DamagedStateError: The bytes are not a structure, or were written by a later version of this
+            package.
     """
     try:
         structure = _decoder.decode(data)
@@ -187,7 +200,7 @@ def decode_values(data: memoryview) -> list[Any]:
     """Decode the piece `#values` and return the plain values, each still encoded.
 
     Raises:
-        DamagedStateError: it is not a MessagePack array.
+        DamagedStateError: The bytes are not a MessagePack array.
     """
     try:
         return msgspec.msgpack.decode(data, type=list[Any])
@@ -196,9 +209,9 @@ def decode_values(data: memoryview) -> list[Any]:
 
 
 def series_names(name: str, count: int) -> list[str]:
-    """Return the names of the `count` pieces of a series.
+    """Return the names of the `count` pieces of the series `name`.
 
-    They are cached, because the next step has the same names.
+    The names are cached, because the next step has the same names.
     """
     known = _names.get(name, [])
     if len(known) < count:
@@ -211,12 +224,13 @@ def series_names(name: str, count: int) -> list[str]:
 
 
 def take_apart(model: object) -> Iterator[StateChunk]:
-    """Yield the chunks of a model and of its parts, in the order in which they are found.
+    """Yield the chunks of `model` in the order in which its parts are found.
 
-    `#structure` and `#values` come last. `#structure` is serialised only when its bytes are read.
+    The chunks `#structure` and `#values` come last. `#structure` is serialised when its bytes are
+    read.
 
     Raises:
-        StateError: a part of the model cannot be stored; the error names its path.
+        StateError: A part of the model cannot be stored; the error names its path.
     """
     walk = _Walk()
     nodes: list[Node] = []

@@ -15,10 +15,10 @@ _LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 class NumpyAdapter(StructureAdapter):
     """The adapter for an array, a mapping of arrays, or a structure of arrays and plain values.
 
-    Arrays of every dtype are supported, including records, strings and times, except long double
-    and Python objects that cannot be stored. They keep their byte order and their memory order (C
-    or Fortran). What `extract` returns shares the model's memory. If `original` has an array of
-    equal shape and dtype at the same place, it is filled in place.
+    Arrays of all dtypes are supported, including records, strings and times, except for long double
+    and for Python objects that cannot be stored. Arrays keep their byte order and their memory
+    order (C or Fortran). The values that `extract` returns share the model's memory. An array of
+    `original` that has the same place, shape and dtype as a saved one is filled in place.
     """
 
     name = "numpy"

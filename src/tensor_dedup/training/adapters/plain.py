@@ -1,7 +1,7 @@
 """Encode plain Python values as MessagePack with their exact types. Decoding runs no code.
 
-None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as themselves.
-Every other value is an array that begins with the tag of its type.
+None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as the same
+types of MessagePack. Every other value is written as an array that begins with the tag of its type.
 """
 
 import sys
@@ -48,11 +48,14 @@ _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 
 
 def encode(value: object, place: str, depth: int = 0) -> Wire:
-    """Convert a plain value to values that MessagePack can represent; `place` is its path.
+    """Convert the plain value `value` to values that MessagePack can represent.
+
+    `place` is the path of the value, for messages. `depth` is the number of containers around it.
 
     Raises:
-        UnsupportedValueError: a value cannot be stored; the error names its path.
-        CyclicStateError: containers are nested too deeply.
+        UnsupportedValueError: The value, or a value in it, cannot be stored. The error has its
+            path.
+        CyclicStateError: Containers are nested too deeply.
     """
     tag = CONTAINERS.get(type(value))
     if tag is None:
@@ -70,9 +73,9 @@ def encode(value: object, place: str, depth: int = 0) -> Wire:
 
 
 def is_flat(value: object) -> bool:
-    """Return whether a value is a list or tuple of four or more 64-bit ints, floats or bools.
+    """Return whether `value` is a list or a tuple of numbers that need no further encoding.
 
-    All items are of one type. They need no further encoding.
+    It must have at least four items, all of one type: int (in the range of 64 bits), float or bool.
     """
     if not isinstance(value, list | tuple) or len(value) < 4:
         return False
@@ -83,10 +86,10 @@ def is_flat(value: object) -> bool:
 
 
 def scalar(value: object, place: str) -> Wire:
-    """Encode a value that contains no other values; `place` is its path.
+    """Encode `value`, which contains no other values. `place` is its path, for messages.
 
     Raises:
-        UnsupportedValueError: the value cannot be stored.
+        UnsupportedValueError: The value cannot be stored.
     """
     encoder = _SCALARS.get(type(value))
     if encoder is not None:
@@ -99,14 +102,18 @@ def scalar(value: object, place: str) -> Wire:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is of a built-in type that contains no other values."""
+    """Return whether the type of `value` is a built-in type that cannot contain other values."""
     return type(value) in _SCALARS
 
 
 def header(container: object) -> Wire:
-    """Return a container's extra argument, encoded: a defaultdict's factory, a deque's maxlen.
+    """Return the extra argument that a container's type needs, encoded.
 
-    None for other containers.
+    This is the factory of a defaultdict, or the `maxlen` of a deque; for other containers it is
+    None.
+
+    Raises:
+        UnsupportedValueError: The factory of the defaultdict cannot be stored.
     """
     if isinstance(container, deque):
         return container.maxlen
@@ -120,7 +127,10 @@ def header(container: object) -> Wire:
 
 
 def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire:
-    """Return the encoding of a container from its encoded keys and items."""
+    """Return the encoding of `container`, given its keys and items, which are encoded already.
+
+    `keys` is empty if the container is not a mapping.
+    """
     tag = CONTAINERS[type(container)]
     if tag == DICT and all(type(key) is str for key in keys):
         return dict(zip(keys, items, strict=True))
@@ -131,10 +141,10 @@ def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire
 
 
 def decode(wire: Wire) -> Any:
-    """Decode a value that `encode` encoded.
+    """Return the value that `encode` has encoded as `wire`.
 
     Raises:
-        DamagedStateError: the encoding is not valid.
+        DamagedStateError: The encoding is not valid.
     """
     try:
         return _decoded(wire)
@@ -143,10 +153,12 @@ def decode(wire: Wire) -> Any:
 
 
 def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """Build a container with this tag from its decoded head, keys and items.
+    """Return a container of the type `tag`, built from its decoded keys and items.
+
+    `head` is the extra argument that `header` returns.
 
     Raises:
-        KeyError, TypeError, ValueError: they do not fit the container's type.
+        KeyError, TypeError, ValueError: The arguments do not fit the container's type.
     """
     if tag == DEFAULT:
         factory = None if head is None else _FACTORIES[head]
@@ -247,10 +259,10 @@ def _type_of(name: str) -> Any:
 
 
 def dtype_wire(dtype: Any) -> Wire:
-    """Encode a numpy dtype, with its fields and their offsets in the order of their bytes.
+    """Encode a numpy dtype with its byte order and, for records, its fields and their offsets.
 
     Raises:
-        ValueError: numpy has no description of the dtype from which the same dtype can be made.
+        ValueError: The dtype cannot be made again from the description that numpy gives of it.
     """
     import numpy as np
 
@@ -266,10 +278,10 @@ def dtype_wire(dtype: Any) -> Wire:
 
 
 def dtype_of(wire: Wire) -> Any:
-    """Decode a numpy dtype.
+    """Return the numpy dtype that `dtype_wire` has encoded as `wire`.
 
     Raises:
-        DamagedStateError: it is not a dtype, or is one that holds Python objects.
+        DamagedStateError: This is not the encoding of a dtype, or the dtype holds Python objects.
     """
     import numpy as np
 

@@ -1,7 +1,8 @@
 """The adapter for PyTorch: modules, state dicts, optimizers, schedulers and random generators.
 
-Pieces of a module have the names of its state dict. Tied weights are pieces of equal bytes, which
-the store holds once; they are restored as one tensor. Nothing here imports torch before it is used.
+The pieces of a module have the names in its state dict. Tied weights are pieces with equal bytes,
+which the store holds once, and they are restored as one tensor. This module imports torch only when
+it is needed.
 """
 
 from collections import OrderedDict
@@ -29,16 +30,17 @@ class PyTorchAdapter(StructureAdapter):
 
         adapter.extract({"model": model, "optimizer": optimizer, "epoch": 3})
 
-    State dicts and nested dicts and lists of all these are accepted too. Values are named as in the
-    state dict and share the model's memory.
+    State dicts, and nested dicts and lists of all these, are accepted too. Values are named as in
+    the state dict and share the model's memory.
 
-    `original` may be a structure of the same form. `load_state_dict` is called on objects that have
-    it, tensors of equal shape and dtype are filled, and the same objects are returned. Without
-    `original`, modules, optimizers and schedulers are returned as state dicts, on the CPU.
+    `original` may be a structure of the same form. Its objects that have `load_state_dict` are
+    restored by that method, tensors of equal shape and dtype are filled, and the same objects are
+    returned. Without `original`, modules, optimizers and schedulers are returned as state dicts,
+    with tensors on the CPU.
 
     Raises:
-        UnsupportedArrayError: a tensor is quantised, meta or distributed.
-        UnsupportedValueError: a value has a type without a registered provider.
+        UnsupportedArrayError: A tensor is quantised, on the meta device or distributed.
+        UnsupportedValueError: A value has a type without a registered provider.
     """
 
     name = "pytorch"

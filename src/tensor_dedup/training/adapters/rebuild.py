@@ -1,8 +1,8 @@
 """Reassemble structures that were taken apart, into an existing object or into new ones.
 
-Parts of the existing object may share memory, such as tied weights or views of one buffer. Filling
-one of them changes the others, so every part that overlaps another is compared with its saved value
-at the end.
+Parts of the existing object may share memory, such as tied weights or views of the same buffer.
+Filling one of these parts changes the others. So every part that overlaps another part is compared
+with its saved value at the end.
 """
 
 from collections.abc import Mapping
@@ -51,18 +51,18 @@ _NAMED = 5
 
 
 def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
-    """Return the structure that `take_apart` took apart.
+    """Return the structure that `take_apart` has taken apart into `tensors`.
 
-    Objects that `original` has at the same place are filled and kept: modules, optimizers and other
-    objects with a provider, dicts, lists, and tensors and arrays of equal shape and dtype. Without
-    it, modules and optimizers are returned as their state dicts. The result takes ownership of the
-    values.
+    If `original` has an object at the same place in the structure, the object is filled and kept.
+    This holds for modules, optimizers and other objects with a provider, for dicts and lists, and
+    for tensors and arrays of equal shape and dtype. Without `original`, modules and optimizers are
+    returned as their state dicts. The result takes ownership of the values.
 
     Raises:
-        MismatchedOriginalError: parts of `original` share memory, or are one object, but their
-            saved values differ.
-        StateError: the values are damaged, or do not fit `original`, parts of which may already be
-            filled.
+        MismatchedOriginalError: Two parts of `original` share memory, or are the same object, but
+            their saved values differ.
+        StateError: The values are damaged, or do not fit `original`. Parts of `original` may
+            already be filled.
     """
     rebuild = _Rebuild(tensors)
     root = nested.decode_structure(raw(rebuild.piece(nested.STRUCTURE)))
@@ -258,7 +258,14 @@ class _Rebuild:
 
 
 def as_tensor(held: "Value") -> Any:
-    """Return a value as a torch tensor on the CPU; it shares the value's memory if writable."""
+    """Return the value `held` as a torch tensor on the CPU.
+
+    A tensor is returned unchanged. A writable numpy array shares its memory with the result, and
+    any other value is copied.
+
+    Raises:
+        DamagedStateError: PyTorch lacks the dtype, or the number of bytes does not match the shape.
+    """
     import torch
 
     if is_tensor(held):
@@ -279,7 +286,13 @@ def as_tensor(held: "Value") -> Any:
 
 
 def as_array(name: str, held: "Value") -> Any:
-    """Return a value as a numpy array; it shares the value's memory if writable."""
+    """Return the value `held`, called `name`, as a numpy array.
+
+    A writable array is returned unchanged, and any other value is copied.
+
+    Raises:
+        DamagedStateError: NumPy lacks the dtype, or the number of bytes does not match the shape.
+    """
     if is_array(held):
         array: Any = held
         return array if array.flags.writeable else array.copy()
@@ -290,7 +303,7 @@ def as_array(name: str, held: "Value") -> Any:
 
 
 def as_piece(name: str, held: "Value") -> NamedValue:
-    """Return a value as a NamedValue."""
+    """Return the value `held` as a NamedValue with the name `name`."""
     return pieces({name: held})[0]
 
 
@@ -389,7 +402,10 @@ class _Span(NamedTuple):
 
 
 class Originals:
-    """Records which parts of an original were filled, and with what. Use it from one thread."""
+    """Records which parts of an `original` were filled, and with which values.
+
+    Use it from one thread only.
+    """
 
     def __init__(self) -> None:
         # Kept: what took the place of a part in memory would have its identity.
@@ -397,9 +413,10 @@ class Originals:
         self._fills: Final[list[_Fill]] = []
 
     def unused(self, container: Any) -> Any:
-        """Return a dict or list unless it was filled at another place; then None.
+        """Return `container` if it may be filled, or None.
 
-        Other objects are returned as they are.
+        A dict or list may be filled only once: the first call returns it, and later calls for the
+        same object return None. Other objects are always returned.
         """
         if not isinstance(container, dict | list):
             return container
@@ -409,10 +426,10 @@ class Originals:
         return container
 
     def restored(self, part: object, place: ValuePath) -> None:
-        """Record that an object has been given its state.
+        """Record that the object `part` at the path `place` was given its state.
 
         Raises:
-            MismatchedOriginalError: the object was given another state before.
+            MismatchedOriginalError: The object was given another state before.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
@@ -422,7 +439,11 @@ class Originals:
         self._used[id(part)] = part
 
     def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
-        """Fill a tensor or an array with the result of `make`; return False if it does not fit."""
+        """Fill the tensor or array `part` with the result of `make`; return whether that was done.
+
+        If the result does not fit `part`, nothing is changed and False is returned. `place` is the
+        path of the part.
+        """
         made = make()
         put = _fill_tensor if is_tensor(made) else _fill_array
         if not put(made, part):
@@ -431,10 +452,12 @@ class Originals:
         return True
 
     def check(self) -> None:
-        """Compare all parts that share memory with another part with their saved values.
+        """Check that no part was overwritten while another part with the same memory was filled.
+
+        Each part that shares memory with another part is compared with its saved value.
 
         Raises:
-            MismatchedOriginalError: a part was overwritten with the value of another.
+            MismatchedOriginalError: A part was overwritten with the value of another part.
         """
         for fill in _overlapping(self._fills):
             if not _equal(fill.part, fill.make()):
@@ -506,9 +529,10 @@ def _fill_array(made: Any, part: Any) -> bool:
 
 
 class StructureAdapter:
-    """The base of the built-in adapters, which accept nested structures of supported objects.
+    """The base class of the built-in adapters, which accept nested structures of objects.
 
-    A subclass has a name, and the types for which it is chosen. Safe from any thread.
+    A subclass defines its name and the types of objects for which it is chosen. Safe from any
+    thread.
     """
 
     name: str
@@ -517,7 +541,7 @@ class StructureAdapter:
         """Return the pieces of a model, named by the keys and attributes that lead to them.
 
         Raises:
-            StateError: a part of the model cannot be stored; the error names its path.
+            StateError: A part of the model cannot be stored; the error names its path.
         """
         chunks = list(self.chunks(model))
         ordered = in_groups(chunks, [chunk.group for chunk in chunks])
@@ -527,14 +551,14 @@ class StructureAdapter:
         """Yield the pieces of a model as chunks, with the hints of their providers.
 
         Raises:
-            StateError: a part of the model cannot be stored; the error names its path.
+            StateError: A part of the model cannot be stored; the error names its path.
         """
         return take_apart(model)
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """Rebuild the structure from its pieces, in `original` if one is given.
+        """Return the structure rebuilt from the pieces `tensors`, in `original` if that is given.
 
         Raises:
-            StateError: the values are damaged, or do not fit `original`.
+            StateError: The values are damaged, or do not fit `original`.
         """
         return put_together(tensors, original)

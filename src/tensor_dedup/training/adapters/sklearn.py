@@ -1,8 +1,9 @@
-"""The adapter for scikit-learn: estimators whose state is arrays, plain values and such objects.
+"""The adapter for scikit-learn's estimators.
 
-Objects are taken apart by the methods that pickle uses, but nothing is pickled. The class of an
-object is stored as a name. Loading looks it up in scikit-learn only, in the modules of estimators
-and their parts. Objects of any other class can only be restored into an `original`.
+The state of an estimator may consist of arrays, plain values and further estimators. Objects are
+taken apart by the methods that pickle uses, but nothing is pickled. The class of an object is
+stored as a name. A load looks up the name only in scikit-learn's modules of estimators and their
+parts. Objects of any other class can only be restored into an `original`.
 """
 
 import importlib
@@ -57,15 +58,17 @@ _SPARSE: Final = {
 class SklearnAdapter(GrowingAdapter):
     """The adapter for scikit-learn's estimators, pipelines, and structures of them.
 
-    Trees of ensembles are separate pieces, named `estimators_.tree_000000` and so on, which stay
-    unchanged when `warm_start` adds more; with `append_only`, saved trees of forests and boosting
-    are not read again. Predictions are bit-identical. Without `original` the class is looked up in
-    the installed scikit-learn; estimators of your own classes can only be restored into an
-    `original`.
+    Each tree of an ensemble is a piece, named `estimators_.tree_000000` and so on. The pieces stay
+    unchanged when `warm_start` adds more trees. With `append_only`, saved trees of forests and of
+    boosting are not read again. Predictions of a restored model are bit-identical.
+
+    Without `original`, the class of an estimator is looked up in the installed scikit-learn. An
+    estimator of a class of your own can only be restored into an `original`.
 
     Raises:
-        ForbiddenClassError: a class is not scikit-learn's, and there is no `original`.
-        UnsupportedValueError: a function or another object cannot be stored; the error names its
+        ForbiddenClassError: The class of an object is not in scikit-learn, and there is no
+            `original`.
+        UnsupportedValueError: A function or another object cannot be stored. The error has its
             path.
     """
 

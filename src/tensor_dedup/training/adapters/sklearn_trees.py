@@ -1,12 +1,12 @@
 """Store tree ensembles of scikit-learn with one piece for each tree.
 
-A piece has scikit-learn's record of each node, with zeros between the fields, and then the nodes'
-values. All trees are read at once: 5,000 take about 20 ms. Attributes that the estimators around
-the trees have in common are stored once. Their differences, a few numbers each, are stored in
-pieces of 256 trees.
+The piece of a tree has the numpy record in which scikit-learn keeps each node, with zeros between
+the fields, and then the values of the nodes. All trees are read together; 5,000 trees take about
+20 ms. Attributes that all estimators around the trees share are stored once. The attributes that
+differ, a few numbers for each tree, are stored in pieces for 256 trees each.
 
-scikit-learn walks trees in C without bounds checks. A step may come from an untrusted source, so a
-tree whose nodes refer to places outside its memory is refused as damaged.
+scikit-learn walks trees in C without bounds checks. Since a step may come from an untrusted source,
+a tree whose nodes refer to places outside its memory is refused as damaged.
 """
 
 from bisect import bisect_right
@@ -58,7 +58,10 @@ _SET_WORDS: Final = 8
 
 @dataclass(frozen=True)
 class Trees:
-    """Fitted trees of one class, from an object array of this `shape`, or a list (None)."""
+    """The fitted trees of an ensemble, all of one class.
+
+    `shape` is the shape of the object array that held them, or None if they were in a list.
+    """
 
     estimators: Sequence[Any]
     shape: tuple[int, ...] | None
@@ -66,7 +69,7 @@ class Trees:
 
 @dataclass(frozen=True)
 class Predictors:
-    """The trees of histogram-based boosting, flattened; each round has `width` of them."""
+    """The trees of histogram-based boosting as one flat sequence, with `width` trees a round."""
 
     trees: Sequence[Any]
     width: int
@@ -80,7 +83,11 @@ class Growing:
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """Return an attribute's value wrapped if it is of a kind that grows at its end, or None."""
+    """Return `value`, the value of the attribute `name`, wrapped in the class for its kind.
+
+    The kinds are those that grow at their end: trees, and 1-dimensional arrays of scores. Returns
+    None for any other value.
+    """
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -120,7 +127,11 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 
 
 def trees_state(trees: Trees) -> Any:
-    """Return an ensemble's state: common attributes, a series of trees, their differences."""
+    """Return the state of the trees of an ensemble.
+
+    It has the attributes that the trees have in common, the trees as a series of pieces, and the
+    differences between the attributes.
+    """
     first = vars(trees.estimators[0])
     if first[_TREE] is None:
         return {"several": _as_given(trees)}
@@ -274,9 +285,9 @@ def _unchunked(series: PieceSeries, count: int) -> list[Any]:
 
 
 def restore_trees(state: Any, kind: Any) -> Any:
-    """Rebuild the list or array of estimators from `trees_state`.
+    """Return the list or array of estimators whose state `trees_state` has returned.
 
-    `kind` is their class, which the caller has checked.
+    `kind` is the class of the estimators. The caller must have checked that this class is allowed.
     """
     import numpy as np
 
@@ -322,7 +333,7 @@ def made_tree(
     """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: a node refers to a node outside the tree, which scikit-learn does not
+        DamagedStateError: A node refers to a node outside the tree, which scikit-learn does not
             check.
     """
     from sklearn.tree._tree import Tree
@@ -340,9 +351,10 @@ def made_tree(
 
 
 def predictors_state(predictors: Predictors) -> dict[str, object]:
-    """Return the state of histogram-based boosting: series of trees and of their sizes.
+    """Return the state of the trees of histogram-based boosting.
 
-    A tree's bytes are its nodes and its two arrays of category sets.
+    It has a series with the bytes of the trees, and a series with their sizes. The bytes of a tree
+    are its nodes and its two arrays of category sets.
     """
     trees = predictors.trees
     found = read_columns(trees, _predictor_columns)
@@ -365,7 +377,7 @@ def _predictor_columns(trees: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
-    """Rebuild the list of rounds, each a list of trees, from `predictors_state`."""
+    """Return the list of rounds, each a list of trees, whose state `predictors_state` returned."""
     items, width = state["trees"].items, state["width"]
     sizes = _unchunked(state["differences"], len(items))
     trees = [
@@ -391,7 +403,10 @@ def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[A
 
 
 def growing_state(growing: Growing) -> dict[str, object]:
-    """Return the array as a series of parts, all of equal length except the last."""
+    """Return the state of a growing array: its dtype, and its bytes as a series of parts.
+
+    All parts have the same length, except for the last one, which may be shorter.
+    """
     import numpy as np
 
     array = np.ascontiguousarray(growing.array)
@@ -402,16 +417,20 @@ def growing_state(growing: Growing) -> dict[str, object]:
 
 
 def restore_growing(state: Any) -> Any:
-    """Rebuild the array from `growing_state`."""
+    """Return the array whose state `growing_state` has returned."""
     import numpy as np
 
     return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
 
 
 def check_links(left: Any, right: Any, leaves: Any) -> None:
-    """Raise DamagedStateError unless the children of every inner node are later nodes of the tree.
+    """Check that the children of every inner node are later nodes of the same tree.
 
-    `leaves` is a mask of the nodes without children.
+    `left` and `right` have the numbers of each node's children, and `leaves` is a mask of the nodes
+    without children.
+
+    Raises:
+        DamagedStateError: A child is not a later node of the tree.
     """
     import numpy as np
 
@@ -423,9 +442,12 @@ def check_links(left: Any, right: Any, leaves: Any) -> None:
 
 
 def check_object(held: Any) -> None:
-    """Raise DamagedStateError for an estimator or a tree that would read outside its arrays.
+    """Check that `held`, if it is an estimator or a tree, does not read outside its arrays.
 
-    Objects of other classes pass.
+    Objects of other classes are not checked.
+
+    Raises:
+        DamagedStateError: The estimator or the tree would read outside its arrays.
     """
     kinds = type(held).__mro__
     modules, state = {kind.__module__ for kind in kinds}, getattr(held, "__dict__", {})
@@ -440,7 +462,11 @@ def check_object(held: Any) -> None:
 
 
 def check_predictor(tree: Any) -> None:
-    """Raise DamagedStateError for a histogram-based tree that refers outside its own arrays."""
+    """Check that a tree of histogram-based boosting does not refer outside its own arrays.
+
+    Raises:
+        DamagedStateError: The tree refers outside its arrays.
+    """
     import numpy as np
 
     nodes, sets = tree.nodes, (tree.binned_left_cat_bitsets, tree.raw_left_cat_bitsets)

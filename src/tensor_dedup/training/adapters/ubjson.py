@@ -1,9 +1,15 @@
 """Find values in the UBJSON that XGBoost writes, without decoding them to Python objects.
 
-A value is a marker followed by its content: numbers of fixed size, `S` length text, `{` key value …
-`}` with keys as length and text, `[` with `$` type and `#` count, either of them or neither (then
-until `]`). Lengths and counts are numbers with their marker. Everything is big-endian. All
-positions are byte offsets.
+A value is a marker of one byte, followed by the content:
+
+* A number has a marker for its type, and a fixed size.
+* A text is `S`, its length and its bytes.
+* An object is `{`, keys and values in turn, and `}`. A key is a length and the bytes of a text.
+* An array is `[`, then optionally `$` with a type, then optionally `#` with a count, and then the
+  items. An array without a count ends with `]`.
+
+Lengths and counts are numbers with their marker. All numbers are big-endian. The positions in this
+module are byte offsets.
 """
 
 import struct
@@ -33,10 +39,12 @@ Buffer = bytes | bytearray
 
 
 def skip(data: Buffer, at: int, depth: int = 0) -> int:
-    """Return the offset of the end of the value that begins at `at`.
+    """Return the offset of the end of the value that begins at the offset `at`.
+
+    `depth` is the number of objects and arrays around the value.
 
     Raises:
-        UnsupportedValueError: there is no valid value.
+        UnsupportedValueError: There is no valid value at this offset.
     """
     try:
         return _skip(data, at, depth)
@@ -45,10 +53,13 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
 
 
 def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
-    """Yield the key and the offset of each value of the object at `at`.
+    """Yield the key and the offset of each value in the object at the offset `at`.
 
-    A caller that knows the offset at which a value ends may `send` it, so that the value is not
-    scanned.
+    If the caller knows where a value ends, it may pass that offset to the generator's `send`, and
+    the value is not scanned.
+
+    Raises:
+        UnsupportedValueError: There is no object at this offset, or the object is not valid.
     """
     if data[at : at + 1] != b"{":
         raise _unknown(at)
@@ -61,7 +72,10 @@ def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, Non
 
 
 def find(data: Buffer, at: int, *path: str) -> int | None:
-    """Return the offset of the value at a path of keys in the object at `at`, or None."""
+    """Return the offset of the value under `path`, a sequence of keys, in the object at `at`.
+
+    Returns None if the object does not have the value.
+    """
     for key in path:
         if data[at : at + 1] != b"{":
             return None
@@ -73,9 +87,9 @@ def find(data: Buffer, at: int, *path: str) -> int | None:
 
 
 def array(data: Buffer, at: int) -> tuple[int, int] | None:
-    """Return the offset and the number of the items of an array that has a count and mixed types.
+    """Return the offset of the first item, and the number of items, of the array at `at`.
 
-    None for other arrays.
+    Returns None if this is not an array with a count and with a type for each item.
     """
     if data[at : at + 2] != b"[#":
         return None
@@ -84,7 +98,10 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
 
 
 def integers(data: bytes, at: int) -> list[bytes] | None:
-    """Return the integers of an array of mixed types, still encoded, or None for other arrays."""
+    """Return the items of the array at `at`, still encoded, if all of them are integers.
+
+    Returns None for an array with other items, or without a type for each item.
+    """
     place = array(data, at)
     if place is None:
         return None
@@ -97,15 +114,16 @@ def integers(data: bytes, at: int) -> list[bytes] | None:
 
 
 def number(item: bytes) -> int:
-    """Return the value of an encoded integer from `integers`."""
+    """Return the value of `item`, an encoded integer that `integers` has returned."""
     return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
 
 
 def objects(data: Buffer, at: int, count: int) -> list[int]:
-    """Return the offsets at which `count` consecutive objects begin, and the end of the last.
+    """Return the offsets at which `count` consecutive objects begin, and the end of the last one.
 
-    They are found by searching for the first bytes of the first object, which are equal in objects
-    with the same fields. If that finds another number of objects, each is scanned in turn.
+    The objects are found by a search for the first bytes of the first object, because objects with
+    the same fields begin alike. If the search does not find `count` objects, they are scanned one
+    by one.
     """
     if not count:
         return [at]

@@ -1,14 +1,14 @@
 """The adapter for XGBoost: a booster is stored as one piece for each tree, and a remainder.
 
-The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so
-concatenated they are the same bytes. Trees stay unchanged while more are added. The two lists that
-grow with every round become pieces of 1 KiB, of which only the last one changes. The remainder,
-about 2 KB, hardly grows and is a plain value.
+The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so the
+parts in order are the same bytes. Trees stay unchanged while more trees are added. The two lists
+that grow with every round become pieces of 1 KiB, of which only the last one changes. The
+remainder, about 2 KB, hardly grows and is stored as a plain value.
 
-In append-only mode XGBoost writes only a slice of the booster, from the last known round on. A
-slice is itself a model. It differs from the whole one in what is counted from its first round: the
-numbers of its trees, two lists, a count, and attributes that a slice may lack. Only those are
-patched into the bytes of the slice.
+In append-only mode, XGBoost writes only a slice of the booster, from the last known round on. A
+slice is itself a model. It differs from the whole model in the parts that are counted from the
+first round: the numbers of the trees, two lists and a count. It may also lack attributes. Only
+these parts and the attributes are replaced in the bytes of the slice.
 """
 
 import struct
@@ -58,21 +58,24 @@ _PATHS: Final = {
 class XGBoostAdapter(GrowingAdapter):
     """The adapter for boosters, XGBoost's scikit-learn estimators, and structures of them.
 
-    Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
-    `append_only`, XGBoost writes only the new rounds of a booster. The training parameters are
-    saved, so that `update` continues with them. `original` may be a booster, which is then filled;
-    without it, a new one is made.
+    Each tree is a piece of bytes, named `tree_000000` and so on. Predictions of a restored model
+    are bit-identical. With `append_only`, XGBoost writes only the new rounds of a booster. The
+    training parameters are saved too, so `update` continues the training with them.
+
+    `original` may be a booster, which is then filled. Without `original`, a new booster is made.
     """
 
     name = "xgboost"
 
 
 class Parts(NamedTuple):
-    """The bytes of a model, cut into parts as XGBoost wrote them.
+    """The bytes of a model (`raw`), cut into parts as XGBoost wrote them.
 
-    `rounds` has the encoded number of the first tree of each round, and one past the last.
-    `classes` has the encoded class of each tree. `spans` are the byte ranges that depend on the
-    number of rounds.
+    * `trees` has the bytes of each tree.
+    * `rounds` has the encoded number of the first tree of each round, and then the encoded number
+      of trees.
+    * `classes` has the encoded class of each tree.
+    * `spans` maps names to the byte ranges that depend on the number of rounds.
     """
 
     raw: bytes
@@ -203,9 +206,9 @@ def _parts(state: Any) -> Iterator[Any]:
 
 
 def parts_of(raw: bytes) -> Parts | None:
-    """Return the parts of a tree booster, or None for other boosters and unknown layouts.
+    """Return the parts of the model `raw` if it is a tree booster in a known layout, else None.
 
-    None for DART, too, because its weights change with each round.
+    The result is also None for DART, because the weights of its trees change with each round.
     """
     try:
         return _parts_of(raw)
@@ -235,10 +238,11 @@ def _parts_of(raw: bytes) -> Parts | None:
 
 
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
-    """Return the whole model: all rounds of `known` but the last, then those of `part`.
+    """Return the bytes of the whole model, joined from an earlier model and a slice.
 
-    None if the first round of `part` differs from the last of `known`. `attributes` replace those
-    of the slice.
+    `known` is the earlier model, and `part` the slice, whose first round must be the last round of
+    `known`. Returns None if these two rounds differ. `attributes` replace the attributes in the
+    slice.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]

@@ -1,21 +1,25 @@
 """Two tiers of a run: steps are committed on a fast store, and copied ("drained") to a second one.
 
-The second tier is a store or a remote, and is meant to last (`second_tier`). A thread copies each
-step there in the order of saving, with its manifest byte for byte, so the step has the same place
-in that order, the same metrics and the same files on both tiers. Then the retention rules delete
-steps from both tiers, and drained steps that are not among the last ones are deleted from the fast
-tier.
+The second tier is a store or a remote, and keeps the steps lastingly (`second_tier`). A thread
+copies each step there in the order of saving. The manifest is copied byte for byte, so the step has
+the same place in the order of saving, the same metrics and the same files on both tiers. Then the
+retention rules delete steps from both tiers, and drained steps that are not among the last ones are
+deleted from the fast tier.
 
-Which steps are undrained follows from the two tiers alone: a step of the fast tier is, if the
-second tier lacks it or has it from an earlier place in the order, and so is a pin. No list of them
-can be lost, and the next process that opens the run with both tiers continues. If the tiers have
-different states of a step, the one with the later place counts. Only a state from the fast tier is
-ever copied. If another fast tier has saved the step independently, neither is later;
-`tensor_dedup.training.tiers.tier_identity` detects that.
+A step on the fast tier is undrained if the second tier lacks it, or has it with an earlier place in
+the order of saving. A pin is undrained if the second tier lacks it. This follows from the content
+of the two tiers, so there is no list of undrained steps that could be lost, and the next process
+that opens the run with both tiers continues.
 
-Three operations change both tiers: draining, deleting and unpinning a step. Each holds the second
-tier's lock of names. A removal is durable on the second tier before it happens on the fast one, so
-a deleted step does not reappear, and a half-deleted step is still complete on the fast tier.
+If the tiers have different states of a step, the state with the later place counts. States are only
+ever copied from the fast tier to the second tier. If another fast tier has saved the step
+independently, neither state is later; `tensor_dedup.training.tiers.tier_identity` detects this
+case.
+
+Three operations change both tiers: draining, deleting and unpinning a step. Each of them holds the
+second tier's lock of names. A removal is durable on the second tier before it happens on the fast
+tier. So a deleted step does not reappear, and a step whose deletion was interrupted is still
+complete on the fast tier.
 """
 
 import logging
@@ -96,11 +100,11 @@ _T = TypeVar("_T")
 
 
 class Drain:
-    """The two tiers of one CheckpointStore, and the thread that drains. Safe from any thread.
+    """The two tiers of one CheckpointStore, and the thread that drains steps from one to the other.
 
-    The thread ends when nothing is left to drain. It is not a daemon: a program ends when its steps
-    are drained or, if that fails, after one more attempt. A forked child drains only steps that it
-    has saved itself.
+    The thread ends when nothing is left to drain. It is not a daemon thread, so a program ends when
+    its steps are drained or, if that fails, after one more attempt. A forked child drains only the
+    steps that it has saved itself. Safe from any thread.
     """
 
     def __init__(
@@ -114,15 +118,20 @@ class Drain:
         keep_fast: int | None,
         backlog: int,
     ) -> None:
-        """Read the second tier, and start draining what is on the fast one only.
+        """Read the second tier, and start to drain the steps that are on the fast tier only.
 
-        `order` is that of the run on the fast tier. `wait_for_encoding` waits until a step takes
-        the space that it will take, or a function says that this was long enough.
+        * `order` is the order of saving of the run on the fast tier.
+        * `retention` has the rules by which steps are deleted.
+        * `wait_for_encoding(step, enough)` waits until a step is encoded, or until `enough` returns
+          True.
+        * `keep_fast` and `backlog` are the arguments `keep_fast` and `drain_backlog` of
+          `CheckpointStore`.
 
         Raises:
-            OtherTierError: the second tier is not the one that the fast one has drained the run to.
-            DivergedTierError: it has gone on without steps that are still to be drained.
-            StoreError: a tier cannot be read.
+            OtherTierError: The run was drained to another second tier before.
+            DivergedTierError: The second tier has later steps of another fast tier, saved without
+                knowledge of steps that are still to be drained.
+            StoreError: A tier cannot be read.
         """
         with fast.handle.translated():
             _check_options(fast, second, keep_fast, backlog)
@@ -159,7 +168,7 @@ class Drain:
         """See what the second tier has, before anything is drained to it.
 
         Raises:
-            DivergedTierError: it has gone on without steps that are still to be drained.
+            DivergedTierError: It has gone on without steps that are still to be drained.
         """
         with self._fast.handle.locked():
             near = self._order.places()
@@ -198,10 +207,10 @@ class Drain:
     # What the two tiers have
 
     def places(self) -> dict[int, StepPlace]:
-        """Return the places in the order of saving of all steps of either tier, by step number.
+        """Return the steps on either tier, each with its place in the order of saving.
 
-        If both have a step, it is the place of the state that counts. If the second tier cannot be
-        read, its last known content is used.
+        If both tiers have a step, the place is that of the state that counts. If the second tier
+        cannot be read, its last known content is used.
         """
         with self._fast.handle.locked():
             near = self._order.places()
@@ -212,11 +221,15 @@ class Drain:
         return {step: found[step] for step in sorted(found)}
 
     def numbers(self) -> set[int]:
-        """Return the step numbers whose names are in use on the second tier, as last seen."""
+        """Return the step numbers whose names were in use on the second tier when last read."""
         return {*self._seen.places, *self._seen.taken}
 
     def described(self) -> list[Step]:
-        """Describe each step, in order. Raises an error if the second tier cannot be read."""
+        """Return a description of each step on either tier, in the order of the step numbers.
+
+        Raises:
+            StoreError: The second tier cannot be read.
+        """
         self._notes.check()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
@@ -227,7 +240,10 @@ class Drain:
         return [found[step] for step in sorted(found)]
 
     def manifest(self, step: int) -> str:
-        """Return the name of a step's manifest. Raises the errors of CheckpointStore.manifest."""
+        """Return the name of a step's manifest.
+
+        The errors are those of `CheckpointStore.manifest`.
+        """
         place = self._place(step)
         return place.manifest or self.read(step, lambda checkpoint: checkpoint.manifest)
 
@@ -239,10 +255,14 @@ class Drain:
         return places[step]
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
-        """Open a step and return the result of `read`; the fast tier is preferred.
+        """Open a step, call `read` with the open checkpoint, and return its result.
 
-        If the step is damaged on the fast tier, it is read from the second tier, provided that it
-        has the same state there. Raises the errors of `read`, and UnknownStepError.
+        The step is opened on the fast tier if the state there counts. If it is damaged there, it is
+        read from the second tier, provided that the second tier has the same state. Errors of
+        `read` are passed on.
+
+        Raises:
+            UnknownStepError: Neither tier has the step.
         """
         place = self._place(step)
         with self._fast.handle.locked():
@@ -287,11 +307,14 @@ class Drain:
     # What changes both
 
     def check_replaceable(self, step: int) -> None:
-        """Check that a step may be saved, by the last known content of the second tier.
+        """Check that the second tier does not forbid saving a step.
+
+        The last known content of the second tier is used, so nothing is read.
 
         Raises:
-            PinnedStepError: it is pinned there.
-            NotATrainingError: a checkpoint that is no step of this run has its name there.
+            PinnedStepError: The step is pinned on the second tier.
+            NotATrainingError: The step's name stands for a checkpoint that is not a step of this
+                run.
         """
         facts = {"run": self._run, "step": step}
         if step in self._seen.kept:
@@ -302,7 +325,7 @@ class Drain:
             raise NotATrainingError.at(self.second.where, what, **facts)
 
     def delete(self, step: int) -> None:
-        """Delete a step from both tiers. Raises the errors of CheckpointStore.delete."""
+        """Delete a step from both tiers. The errors are those of `CheckpointStore.delete`."""
         with self.second.session(), self._naming():
             self.second.check_deletable(step)
             there = self.second.place(step)
@@ -335,9 +358,12 @@ class Drain:
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
-        """Delete drained steps that no retention rule keeps, from both tiers; return their numbers.
+        """Delete drained steps that no retention rule keeps from both tiers; return their numbers.
 
-        See `CheckpointStore.prune`. Raises an error if the second tier cannot be reached.
+        The arguments are those of `CheckpointStore.prune`.
+
+        Raises:
+            StoreError: The second tier cannot be reached.
         """
         self._notes.check()
         with self.second.session():
@@ -348,13 +374,16 @@ class Drain:
         return dropped
 
     def kept(self) -> set[int]:
-        """Return the steps that are pinned on either tier."""
+        """Return the numbers of the steps that are pinned on either tier."""
         with self._fast.handle.locked():
             near = kept_steps(self._objects, self._run)
         return near | self._look().kept
 
     def pin(self, step: int) -> None:
-        """Pin a step on the tier whose state counts; a pin on the fast tier is drained too."""
+        """Pin a step on the tier whose state of the step counts.
+
+        A pin on the fast tier is drained to the second tier.
+        """
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast.handle.locked():
             if self._notes.counts(self._order.place(step), there):
@@ -365,7 +394,11 @@ class Drain:
         self._seen.kept.add(step)
 
     def unpin(self, step: int) -> None:
-        """Unpin a step on both tiers. Raises an error if the second one cannot be reached."""
+        """Remove the pin of a step from both tiers.
+
+        Raises:
+            StoreError: The second tier cannot be reached.
+        """
         with self.second.session(), self._naming():
             self.second.check_pin(step)
             with self._fast.handle.locked():
@@ -378,7 +411,7 @@ class Drain:
     # The work
 
     def undrained(self) -> list[int]:
-        """Return the steps that this object still has to drain, in order."""
+        """Return the numbers of the steps that this object still has to drain, in order."""
         with self._changed:
             return [*self._queue, *self._broken]
 
@@ -389,7 +422,7 @@ class Drain:
             return self._error or next(iter(self._broken.values()), None)
 
     def wait_for_room(self) -> None:
-        """Wait while `backlog` or more steps are undrained, unless `release` was called."""
+        """Wait until fewer than `backlog` steps are undrained, or `release` is called."""
         with self._changed:
             if len(self._queue) < self._backlog or self._closing:
                 return
@@ -405,7 +438,11 @@ class Drain:
             )
 
     def add(self, step: int, *, saved: bool = True) -> None:
-        """Queue a step that has changed on the fast tier; if it was `saved`, after all others."""
+        """Queue a step that has changed on the fast tier, and start to drain.
+
+        A step that was `saved` is put at the end of the queue. A step that was only pinned keeps
+        its place if it is in the queue already.
+        """
         with self._changed:
             if saved:
                 self._queue.pop(step, None)
@@ -414,7 +451,7 @@ class Drain:
             self._run_thread()
 
     def start(self) -> None:
-        """Start draining all undrained steps, including those that other processes have saved."""
+        """Start to drain all undrained steps, including those that other processes have saved."""
         found = self._find_undrained()
         with self._changed:
             later = {step: mark for step, mark in self._queue.items() if step not in found}
@@ -427,7 +464,7 @@ class Drain:
         """Wait until all steps are drained.
 
         Raises:
-            DrainError: an attempt that began after this call has failed, or `timeout` seconds have
+            DrainError: An attempt that began after this call has failed, or `timeout` seconds have
                 passed.
         """
         with self._changed:
@@ -450,13 +487,17 @@ class Drain:
             raise DrainError.at(self._fast.path, what, **facts) from cause
 
     def release(self) -> None:
-        """Wake up all threads in `wait_for_room`, because the CheckpointStore is being closed."""
+        """End the waits in `wait_for_room`, because the CheckpointStore is being closed."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all steps are drained, and end the thread. Raises the errors of `wait`."""
+        """Wait until all steps are drained, and until the thread has ended.
+
+        Raises:
+            DrainError: A step could not be drained. The thread has ended all the same.
+        """
         try:
             self.wait()
         finally:
@@ -467,7 +508,7 @@ class Drain:
                 thread.join()
 
     def forsake(self) -> None:
-        """Make the thread end after its next failure, because no caller waits for it any more."""
+        """Make the thread end at its next failure, because no caller waits for it any more."""
         with self._changed:
             self._forsaken = True
             self._changed.notify_all()
@@ -512,9 +553,10 @@ class Drain:
         self._changed.notify_all()
 
     def work_once(self) -> bool:
-        """Try to drain the first step of the queue; return whether to continue.
+        """Try to drain the first step in the queue; return whether the thread is to continue.
 
-        After a failure it waits for a while before it returns.
+        Returns False if the queue is empty. After a failure, the method waits for a while before it
+        returns.
         """
         with self._changed:
             if not self._queue:
@@ -719,8 +761,8 @@ class Drain:
     def free_space(self) -> bool:
         """Free the space of steps deleted from the fast tier; return whether any was freed.
 
-        If there is none, wait until the undrained steps are drained and deleted there, and try
-        again.
+        If no space can be freed, the method waits until the undrained steps are drained, since
+        steps are then deleted from the fast tier, and tries again.
         """
         before = self._freed
         self._sweep(_FULL_WAIT_S)
@@ -754,7 +796,7 @@ class Drain:
         """Check that every step is there that saves in flight count on: it keeps what they need.
 
         Raises:
-            StoreBusyError: one was deleted or replaced.
+            StoreBusyError: One was deleted or replaced.
         """
         for base in self._bases():
             if not base.is_there():

@@ -1,9 +1,10 @@
 """A remote as the second tier of a run, behind a fast store.
 
-A step is drained by a push and read back by a pull. A remote has no locks, only conditional writes
-of single objects. Changes that depend on the state of the fast tier are therefore protected by a
-lock on the fast tier (`drain.lock`), which no save takes. So only one fast tier at a time may drain
-a run. Conditional writes detect changes of a name by other programs.
+A step is drained by a push and read by a pull. A remote has no locks, only conditional writes of
+single objects. Changes that depend on the state of the fast tier are therefore protected by a lock
+on the fast tier (`drain.lock`), which saves do not use. This lock does not exclude other fast
+tiers, so only one fast tier at a time may drain a run. If another program changes a name,
+conditional writes detect the change.
 """
 
 import logging
@@ -111,12 +112,15 @@ class RemoteTier:
     def __init__(
         self, remote: Remote, fast: LocalStore, order: StepOrder, note: TierNote | None = None
     ) -> None:
-        """See that the remote can be written to, and make one where nothing is.
+        """Check that the remote can be written to, or make a remote if the place is empty.
+
+        `note` is the fast tier's note about the second tier to which the run was drained, or None.
 
         Raises:
-            OtherTierError: the run was drained, as the `note` says, and nothing is there now.
-            NoConditionsError: the server could lose names.
-            RemoteError: it cannot be reached or written to, or is something else.
+            OtherTierError: The run was drained according to `note`, but the place is empty now.
+            NoConditionsError: The server ignores conditions of writes, so names could be lost.
+            RemoteError: The remote cannot be reached or written to, or the place holds something
+                else.
         """
         self._bucket, self._fast, self._run = remote.bucket, fast, order.run
         self.where = remote.url
@@ -417,13 +421,14 @@ def second_tier(
     *,
     lets_go: bool,
 ) -> SecondTier:
-    """Open the second tier of a run.
+    """Open `drain`, the store or remote that is the second tier of a run on the fast tier `fast`.
 
-    `lets_go` says whether drained steps may be deleted from the fast tier.
+    `order` is the order of saving of the run's steps. `lets_go` says whether drained steps may be
+    deleted from the fast tier.
 
     Raises:
-        OtherTierError: it is not the one to which the run was drained before.
-        StoreError: it cannot be opened.
+        OtherTierError: The run was drained to another second tier before.
+        StoreError: The second tier cannot be opened.
     """
     if isinstance(drain, LocalStore):
         return StoreTier(drain, fast, order)
@@ -444,7 +449,7 @@ def _second_store(
     """Open the store of a second tier, or make it, which for a run that has steps is said.
 
     Raises:
-        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+        OtherTierError: The run was drained, as the `note` says, and nothing is there now.
     """
     try:
         return LocalStore.open(folder, create=False)

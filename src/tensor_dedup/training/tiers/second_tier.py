@@ -1,7 +1,7 @@
-"""The interface of a second tier, which keeps a run's steps lastingly, and a store as one.
+"""The interface of a second tier, which keeps a run's steps lastingly, and a store as second tier.
 
-A remote as a second tier is in `remote_tier`. Both follow the same rules, in `tier_identity`, for
-which of two states of a step counts.
+The module `remote_tier` has a remote as second tier. If two tiers have different states of a step,
+the rules in `tier_identity` say which state counts, for stores and remotes alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -59,10 +59,11 @@ class OutdatedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TierContent:
-    """The steps of a run on a second tier, by number, with their places in the order of saving.
+    """The content of a second tier, as far as it concerns one run.
 
-    `kept` are the numbers of pinned steps. `taken` are step numbers whose names stand for
-    checkpoints that are no steps of this run.
+    `places` maps step numbers to places in the order of saving. `kept` has the numbers of pinned
+    steps. `taken` has step numbers whose names stand for checkpoints that are not steps of this
+    run.
     """
 
     places: dict[int, StepPlace]
@@ -73,76 +74,111 @@ class TierContent:
 class SecondTier(Protocol):
     """The tier to which the steps of one run are drained.
 
-    Names that both tiers have are changed within `naming`, a lock that excludes all other objects
-    that drain to or from either tier. `session` is held around several calls. All methods raise the
-    tier's StoreErrors; the types in `own_damage` concern the tier itself and no step in particular.
+    Names that are on both tiers are changed inside `with tier.naming():`. This lock excludes all
+    other objects that drain to or from either tier. Use `with tier.session():` around several
+    calls.
+
+    All methods raise StoreErrors. The types in `own_damage` mean that the tier itself is damaged,
+    not a particular step.
     """
 
     where: str
     own_damage: tuple[type[StoreError], ...]
 
     def identity(self, *, make: bool = False) -> str | None:
-        """Return an identifier of this tier, or None if it has none; with `make`, one is written.
+        """Return the identifier of this tier, or None if the tier does not have one.
 
-        The identifier tells whether another, perhaps empty, place has appeared at the same address.
-        It is not written if the tier itself does not exist.
+        With `make`, an identifier is written if the tier exists and does not have one. The
+        identifier serves to detect that another tier, perhaps an empty one, has appeared at the
+        same address.
         """
 
     def session(self) -> AbstractContextManager[None]:
-        """Keep the tier open inside the block, so that content that was seen stays readable."""
+        """Return a context manager; while it is active, the tier stays open.
+
+        Content that was seen on the tier then stays readable.
+        """
 
     def naming(self) -> AbstractContextManager[None]:
-        """Hold the lock under which a step appears on this tier or disappears from both."""
+        """Return a context manager; while it is active, it holds the tier's lock of names.
+
+        A step appears on this tier, or disappears from both tiers, only under this lock.
+        """
 
     def content(self) -> TierContent:
-        """Return the steps, pins and other names of the run on this tier."""
+        """Return the steps and pins of the run on this tier, and other uses of such names."""
 
     def place(self, step: int) -> StepPlace | None:
-        """Return the current place of a step in the order of saving, or None if it is not here."""
+        """Return the place of a step in the order of saving, or None if the tier lacks the step."""
 
     def described(self) -> list[Step]:
-        """Describe each step that can be read, in order."""
+        """Return a description of each step that can be read, in the order of the step numbers."""
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
-        """Open a step and return the result of `read`; with `afresh`, use nothing of the fast tier.
+        """Open a step, call `read` with the open checkpoint, and return its result.
+
+        With `afresh`, no data on the fast tier is used, because it may be damaged.
 
         Raises:
-            UnknownNameError: there is no such step.
+            UnknownNameError: This tier does not have the step.
         """
 
     def check_deletable(self, step: int) -> None:
-        """Raise PinnedStepError or NotATrainingError if the step must not be deleted."""
-
-    def is_kept(self, step: int) -> bool:
-        """Return whether a step is pinned here."""
-
-    def remove(self, step: int) -> bool:
-        """Remove a step durably; return whether it was there. Call it within `naming`."""
-
-    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
-        """Copy a step with this manifest from the fast tier, replacing the state at `place` here.
+        """Check that a step may be deleted.
 
         Raises:
-            OutdatedError: the state of the step has changed on either tier meanwhile.
+            PinnedStepError: The step is pinned.
+            NotATrainingError: The step's name stands for a checkpoint that is not a step of this
+                run.
+        """
+
+    def is_kept(self, step: int) -> bool:
+        """Return whether a step is pinned on this tier."""
+
+    def remove(self, step: int) -> bool:
+        """Remove a step durably; return whether this tier had it.
+
+        Call this method inside `with self.naming():`.
+        """
+
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        """Copy the state of a step with the manifest `manifest` from the fast tier to this tier.
+
+        `place` is the place of the state on this tier that the copy replaces, or None.
+
+        Raises:
+            OutdatedError: The state of the step has changed on one of the tiers during the copy.
         """
 
     def copy_pin(self, step: int, manifest: str) -> bool:
-        """Pin a step if it is pinned on the fast tier and both tiers have this manifest.
+        """Pin a step if it is pinned on the fast tier and both tiers have it with this manifest.
 
-        Returns whether that is so.
+        Returns whether both conditions hold.
         """
 
     def pin(self, step: int) -> None:
-        """Pin a step on this tier. Raises UnknownStepError and NotATrainingError."""
+        """Pin a step on this tier.
+
+        Raises:
+            UnknownStepError: This tier does not have the step.
+            NotATrainingError: The name of the step or of its pin stands for another checkpoint.
+        """
 
     def check_pin(self, step: int) -> None:
-        """Raise NotATrainingError if the name of the step's pin stands for something else."""
+        """Check that the name of a step's pin is free or stands for the pin.
+
+        Raises:
+            NotATrainingError: The name stands for something else.
+        """
 
     def unpin(self, step: int) -> None:
-        """Remove a step's pin durably. Call it within `naming`."""
+        """Remove the pin of a step durably; do nothing if the step is not pinned.
+
+        Call this method inside `with self.naming():`.
+        """
 
     def settle(self) -> None:
-        """Make names durable that another process may have written just before it died."""
+        """Make names durable that a process may have written just before it died."""
 
 
 class StoreTier:
@@ -329,10 +365,11 @@ class StoreTier:
 
 
 def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Return whether the state of a step at `one` counts rather than the state at `other`.
+    """Return whether the state of a step at `one` counts, and not the state at `other`.
 
-    It does if it is readable and differs from the other, and the other is absent, unreadable or
-    earlier.
+    `one` and `other` are places in the order of saving, or None for a state that does not exist.
+    The state at `one` counts if it can be read, and if the state at `other` does not exist, cannot
+    be read, or is different and earlier.
     """
     if one is None or not one.readable:
         return False
@@ -342,7 +379,10 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
 
 
 def unlink(objects: Objects, files: Iterable[str]) -> bool:
-    """Remove references durably; return whether any existed. The caller holds the lock of names."""
+    """Remove the references in `files` durably; return whether any of them existed.
+
+    The caller must hold the store's lock of names.
+    """
     found = False
     for file in files:
         with suppress(FileNotFoundError):
@@ -354,7 +394,7 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
 
 
 def text_at(objects: Objects, path: Path) -> bytes | None:
-    """Read a small text file; None if it does not exist or cannot be read."""
+    """Return the content of a small text file, or None if it does not exist or cannot be read."""
     with suppress(MissingObjectError, DamagedFileError):
         return objects.read(path, TEXT_BYTES)
     return None

@@ -1,28 +1,32 @@
 """Notes of a fast tier about its second tier, and the rules for which state of a step counts.
 
     tiers/RUN    the identity of the second tier to which the run was drained; while drained steps
-                 may be deleted from the fast tier, it must not be drained to another one
+                 may be deleted from the fast tier, the run must not be drained to another one
     drains/RUN   for each second tier, by identity: the place in the order of saving up to which all
                  steps were drained, and the last places that were seen there
 
 If the two tiers have different states of a step, the state with the later place counts, provided
-that it was saved with knowledge of the other one. That is not always so: a fast tier may die before
-its last steps are drained, and another one that continues from the second tier does not know of
-them. To make this visible, a fast tier that continues from another one's steps takes places from a
-later range (`next_turn`), and notes the places that it has seen on the second tier before it saves
-anything. So these cases can be detected:
+that it was saved with knowledge of the other state. This condition does not always hold: a fast
+tier may die before its last steps are drained, and another fast tier that continues from the second
+tier does not know of these steps. To make this visible, a fast tier that continues the steps of
+another one takes places from a later range (`next_turn`). It also notes which places it has seen on
+the second tier before it saves anything. So three cases can be detected:
 
-    a state there is later than an undrained one here: it was saved without knowledge of that one
-    a state there was never seen, and is earlier than one here: that one was saved without it
-    unseen places there, between the last seen place and those here: another fast tier has
-    continued meanwhile, and did not know of these steps here either
+1. The second tier has a state of a step that is later than an undrained state on the fast tier. The
+   later state was saved without knowledge of the undrained one.
+2. The second tier has a state of a step that the fast tier has never seen, and that is earlier than
+   the state on the fast tier. The state on the fast tier was saved without knowledge of the other.
+3. The second tier has steps that the fast tier has never seen, with places between the last place
+   seen and those of undrained steps. Another fast tier has continued the run, without knowledge of
+   the undrained steps.
 
-The first two concern one step: the second tier's state is used, both states are kept, and the step
-is reported (`DivergedStepError`). The third concerns the order of all steps, so nothing is drained
-until the user has decided (`DivergedTierError`).
+The first two cases concern a single step: the state on the second tier is used, both states are
+kept, and the step is reported (`DivergedStepError`). The third case concerns the order of all
+steps, so nothing is drained until the user has decided (`DivergedTierError`).
 
-A note may be incomplete but is never wrong. Missing facts are found by content: a state that both
-tiers have was drained, and states that differ only in their place are the same.
+A note may be incomplete but is never wrong. If a fact is missing, the content of the tiers is
+compared: a state that both tiers have was drained, and states that differ only in their place are
+the same.
 """
 
 from bisect import bisect_left
@@ -62,10 +66,12 @@ class TierNotes:
     """The notes of one fast tier about the second tier of its run. Safe from any thread."""
 
     def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
-        """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
+        """Read the notes of the fast tier `fast` about the run `run`.
+
+        `lets_go` says whether drained steps may be deleted from the fast tier.
 
         Raises:
-            OtherTierError: the second tier is not the one that the fast one has drained the run to.
+            OtherTierError: The run was drained to another second tier before.
         """
         self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
         self._note, self._noted = self._read_note(), False
@@ -84,16 +90,23 @@ class TierNotes:
     def check(self) -> None:
         """Check that the second tier is still the one to which the run was drained.
 
-        Another disk may be mounted at its place.
+        For example, another disk may be mounted at the same path.
 
         Raises:
-            OtherTierError: it is another one.
+            OtherTierError: The second tier is another one.
         """
         if self._note is not None and self._second.identity() != self._note.identity:
             raise other_tier(self._fast, self._run, self._note, self._second.where)
 
     def identify(self) -> None:
-        """Check the second tier or, if nothing was drained yet, determine its identity."""
+        """Check the identity of the second tier.
+
+        If nothing was drained yet, the identity is read from the second tier, or written there.
+
+        Raises:
+            OtherTierError: The second tier is not the one to which the run was drained.
+            StoreIOError: No identity could be written to the second tier.
+        """
         self._note = self._note or self._read_note()
         if self._note is None:
             identity = self._second.identity(make=True)
@@ -107,7 +120,11 @@ class TierNotes:
             self._seen = self._recorded() or SeenPlaces()
 
     def bind(self) -> None:
-        """Write the note of the second tier's identity, before the fast tier deletes steps."""
+        """Write the note of the second tier's identity, so that the run stays bound to that tier.
+
+        Call this method before drained steps are deleted from the fast tier. If they are never
+        deleted, no note is needed, and nothing is written.
+        """
         if not self._noted and self._note is not None and self._lets_go:
             if self._read_note() is None:
                 _publish(self._fast, note_text(self._run, self._note), self._path)
@@ -121,15 +138,20 @@ class TierNotes:
 
     @property
     def drained(self) -> int:
-        """The place up to which every step that is or was on the fast tier has been drained."""
+        """The place up to which all steps of the fast tier were drained.
+
+        Steps that have been deleted from the fast tier since are included.
+        """
         return self._seen.drained
 
     def meet(self, near: Mapping[int, StepPlace], there: TierContent) -> None:
-        """Record the places on the second tier; `near` has those on the fast one, read later.
+        """Record the places that steps have on the second tier, whose content is `there`.
+
+        `near` has the places on the fast tier, which must be read after `there`.
 
         Raises:
-            DivergedTierError: another fast tier has drained steps that this one has not seen, and
-                this one has undrained steps that would come after them.
+            DivergedTierError: Another fast tier has drained steps that this fast tier has not seen,
+                and this fast tier has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
@@ -157,17 +179,17 @@ class TierNotes:
         self._record()
 
     def sending(self, place: StepPlace) -> None:
-        """Record durably that a step is about to be copied, so that the copy is recognised later.
+        """Record durably that the step at `place` is about to be copied to the second tier.
 
-        The manifest is recorded, not only the place: if the copy fails, another fast tier may use
-        the same place.
+        The copy is then recognised later. The record has the manifest of the step, because another
+        fast tier may use the same place if the copy fails.
         """
         assert place.manifest is not None, "what cannot be read is not copied"
         self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
         self._record()
 
     def copied(self, place: int) -> None:
-        """Record in memory the place that a copied step has on the second tier."""
+        """Record, in memory only, the place that a copied step has on the second tier."""
         self._seen = _with(self._seen, [place])
 
     def note_drained(self, drained: int) -> None:
@@ -205,7 +227,11 @@ class TierNotes:
     # Which state counts
 
     def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the two tiers' states of a step were saved independently of each other."""
+        """Return whether the two tiers have states of a step that were saved independently.
+
+        `near` is the place of the state on the fast tier, and `there` that on the second tier. If
+        either tier has no readable state, the result is False.
+        """
         if near is None or there is None or not (near.readable and there.readable):
             return False
         if near.manifest == there.manifest or near.content == there.content:
@@ -221,19 +247,26 @@ class TierNotes:
         return _has(self._seen, place)
 
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier's state of a step counts: the second tier has none later."""
+        """Return whether the state of a step on the fast tier counts, not the second tier's.
+
+        It counts unless the second tier has a later state, or one that was saved independently.
+        """
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier's state of a step is only there and still has to be kept."""
+        """Return whether the state of a step on the fast tier is not on the second tier yet.
+
+        The fast tier must then keep the state. States that were saved independently are included.
+        """
         return ahead(near, there) or self.diverged(near, there)
 
 
 def next_turn(last: int) -> int:
-    """Return the first place of the next range of places after `last`.
+    """Return the first place of the range of places that follows the range with `last`.
 
-    Places come in ranges of equal size. Another fast tier may have used further places in the range
-    of `last` without draining them.
+    Places are divided into ranges of equal size. A fast tier that continues the steps of another
+    one begins a new range, because the other fast tier may have used further places in the range
+    with `last` without draining these steps.
     """
     return (last // _TURN + 1) * _TURN
 
@@ -262,19 +295,22 @@ def _has(seen: SeenPlaces, place: int) -> bool:
 
 
 def tier_note(fast: LocalStore, run: str) -> TierNote | None:
-    """Return the fast tier's note of the second tier to which it has drained a run, or None."""
+    """Return the note about the second tier to which the fast tier has drained a run.
+
+    Returns None if there is no readable note.
+    """
     with fast.handle.translated():
         text = text_at(fast.handle.objects, note_path(fast, run))
     return None if text is None else note_in(text, run)
 
 
 def note_path(fast: LocalStore, run: str) -> Path:
-    """Return the path of the note about a run's second tier."""
+    """Return the path of the note about a run's second tier, which is on the fast tier."""
     return fast.handle.objects.layout.tiers / file_of(run)
 
 
 def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherTierError:
-    """Return the error about a second tier at `where` that is not the one in the note."""
+    """Return the error about a second tier at `where` that is not the one in `note`."""
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
