@@ -194,7 +194,7 @@ def test_import(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _nothing)
     after = world.only("base", "tune", "tiny", "new")
     seen = set()
-    for store in scene.deaths(_import_new(world), every, one_in=6):
+    for store in scene.deaths(_import_new(world), every, one_in=10):
         state = _either(store, world.committed, after)
         seen.add(len(state))
         assert_clean(store, state)

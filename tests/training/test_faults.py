@@ -55,7 +55,7 @@ LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}
 _READS_TRIED = 7
 # Of the changes of an act short forms try one in so many; of this one the most.
-_MOST, _ONE_IN_OF_MOST, _ONE_IN = "next save", 3, 16
+_MOST, _ONE_IN_OF_MOST, _ONE_IN = "next save", 2, 10
 
 
 @cache
@@ -398,7 +398,7 @@ def test_an_operation_that_fails_once_can_be_done_again(
     tmp_path: Path, code: int, every: bool
 ) -> None:
     scene = Scene(tmp_path, ACTS["next save"])
-    operations, one_in = [*scene.operations()], 1 if every else 8
+    operations, one_in = [*scene.operations()], 1 if every else 6
     some = some_changes(operations, one_in)
     for number, operation in operations:
         if number not in some and (operation in CHANGES or number % (3 * one_in * _READS_TRIED)):
