@@ -35,8 +35,8 @@ os.environ.update(
     TRANSFORMERS_OFFLINE="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
     TOKENIZERS_PARALLELISM="false",
-    # Threads that wait for each other spin: with tiny tensors, and two processes of tests on two
-    # cores, that is most of the time. When vLLM binds threads, it starts one for each core.
+    # Threads that wait for each other spin: with tiny tensors, and several processes of tests on
+    # two cores, that is most of the time. When vLLM binds threads, it starts one for each core.
     OMP_NUM_THREADS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     # Hints of the person who runs the tests would make an unknown checkpoint a known one.
@@ -107,6 +107,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             here = file.startswith("tests/engines/") and file not in _ENGINES_APART
             return "engines" if here else file
 
+    assert all((config.rootpath / each).is_file() for each in _ENGINES_APART)
     return ByFile(config, log)
 
 

@@ -82,11 +82,14 @@ class Bench:
     def serving(self) -> Iterator["Serving"]:
         """A manager for the length of the context."""
         base = self.work / "m.sock"
-        program = (str(_FAKE_MANAGER),) if self.rehearsal else _REAL_MANAGER
+        program, environment = _REAL_MANAGER, dict(os.environ)
+        if self.rehearsal:
+            program = (str(_FAKE_MANAGER),)
+            environment["PYTHONPATH"] = os.pathsep.join([str(_SUPPORT), *sys.path])
         process = subprocess.Popen(
             [sys.executable, *program, "--device", "0", "--socket", str(base)],
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_SUPPORT), *sys.path])},
+            env=environment,
         )
         gpu = Gpu(self.driver(), "0")
         with ExitStack() as clients:

@@ -407,21 +407,24 @@ class Silent(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-# As it is typed, and with less patience for what has to be tidied up after Ctrl-C.
-AS_IT_IS = "from tensor_dedup.cli import main; main()"
-SOON = f"from tensor_dedup.cli import remote; remote._PATIENCE_S = 0.3; {AS_IT_IS}"
+# As it is, and with less patience for what has to be tidied up after Ctrl-C.
+AS_IT_IS = ["-m", "tensor_dedup"]
+SOON = [
+    "-c",
+    "from tensor_dedup.cli import main, remote; remote._PATIENCE_S = 0.3; main()",
+]
 
 
 @pytest.mark.parametrize("verb", ["remote show URL tune", "pull URL tune --store STORE"])
-@pytest.mark.parametrize("code", [SOON, pytest.param(AS_IT_IS, marks=pytest.mark.long)])
+@pytest.mark.parametrize("program", [SOON, pytest.param(AS_IT_IS, marks=pytest.mark.long)])
 def test_an_interrupt_ends_it_though_the_server_says_nothing(
-    tmp_path: Path, verb: str, code: str
+    tmp_path: Path, verb: str, program: list[str]
 ) -> None:
     Silent.asked.clear()
     Silent.over.clear()
     with answered(Silent) as host:
         words = verb.replace("URL", f"http://{host}/x").replace("STORE", f"{tmp_path}/store")
-        command = [sys.executable, "-c", code, *words.split()]
+        command = [sys.executable, *program, *words.split()]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             assert Silent.asked.wait(60)

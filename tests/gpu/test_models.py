@@ -57,7 +57,8 @@ def test_a_model_that_fits_only_because_it_shares() -> None:
 
 def test_a_pair_of_diffusers(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    tiny: Any = pytest.importorskip("models.tiny_pipelines")
+    from models import tiny_pipelines as tiny
+
     tiny.make(tmp_path)
     names = ("sd", "tuned")
     alone = [tiny.image(tiny.load(tmp_path / name).to("cuda")) for name in names]
@@ -78,7 +79,8 @@ def test_a_pair_of_diffusers(tmp_path: Path) -> None:
 def test_a_pair_of_transformers(way: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    checkpoints: Any = pytest.importorskip("models.tiny_checkpoints")
+    from models import tiny_checkpoints as checkpoints
+
     made = checkpoints.make("llama_tied", tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(8, device="cuda")[None]

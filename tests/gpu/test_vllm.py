@@ -39,8 +39,9 @@ def test_a_pair_answers_as_plain_engines_and_the_second_costs_what_differs(
     way: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    plain: Any = pytest.importorskip("vllm_runs.plain")
-    checkpoints: Any = pytest.importorskip("models.tiny_checkpoints")
+    from models import tiny_checkpoints as checkpoints
+    from vllm_runs import plain
+
     made = checkpoints.make("llama", tmp_path)
     options = {
         **WAYS[way],

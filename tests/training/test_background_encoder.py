@@ -251,6 +251,8 @@ def leaf_model(step: int) -> Model:
         move = np.random.default_rng(100 + step).standard_normal(LEAF_BYTES // 4) * 1e-5
         model[name] = (weights + (move if step else 0)).astype(np.float32)
     model["noise"] = np.random.default_rng(step).integers(0, 256, ELEMENTS, np.uint8)
+    for array in model.values():
+        array.flags.writeable = False
     return model
 
 

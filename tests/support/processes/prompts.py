@@ -31,7 +31,7 @@ def answered(arguments: Sequence[str], answer: str | signal.Signals) -> int:
 
 def _typed(arguments: Sequence[str], answer: str) -> int:
     ours, theirs = pty.openpty()
-    shown = io.StringIO()
+    shown, status = io.StringIO(), None
     try:
         os.write(ours, answer.encode())
         with (

@@ -77,7 +77,7 @@ def terminal(folder: Path, environment: Mapping[str, str]) -> Iterator[Terminal]
     own = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
-        "PYTHONPATH": os.environ["PYTHONPATH"],
+        "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
         **_LOCALE,
         **environment,
     }

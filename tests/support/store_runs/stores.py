@@ -172,8 +172,9 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A new folder in memory, or on disk where there is no such place; removed at the end."""
+    """A new folder in memory, or on disk where there is no room in memory; removed at the end."""
     usable = _SHARED_MEMORY.is_dir() and os.access(_SHARED_MEMORY, os.W_OK)
+    usable = usable and shutil.disk_usage(_SHARED_MEMORY).free >= 1 << 30
     path = Path(tempfile.mkdtemp(prefix="store-", dir=_SHARED_MEMORY if usable else None))
     try:
         yield path
