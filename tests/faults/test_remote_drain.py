@@ -233,7 +233,7 @@ def test_a_step_changes_at_every_request(folder: Path, name: str, what: str, eve
     requests = scene.requests()
     numbers = [number for number, call in enumerate(requests) if call]
     for number in numbers:
-        one_in = 1 if every else 4 if name == _MOST else 8
+        one_in = 1 if every else 4
         if number % one_in and not requests[number].startswith("put_if refs/"):
             continue
         scene.reset()

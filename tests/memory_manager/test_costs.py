@@ -111,7 +111,7 @@ class Impatient(managers.Manager):
     command = (
         "-c",
         "from tensor_dedup.memory_manager.server import __main__, metrics\n"
-        "metrics._PATIENCE_S = 0.7\n"
+        "metrics._PATIENCE_S = 2.0\n"
         "raise SystemExit(__main__.main())",
     )
 
@@ -233,7 +233,6 @@ def test_with_fewer_threads_than_it_wants_the_manager_serves(
 def test_while_nobody_can_be_accepted_the_loop_rests(
     folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.memory_manager.server.server._ACCEPT_PAUSE_S", 0.2)
     with serving(folder) as server:
         client = connect(folder / "m.sock", keep_connected=False)
         tries = []

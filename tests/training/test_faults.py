@@ -55,7 +55,7 @@ LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}
 _READS_TRIED = 7
 # Of the changes of an act short forms try one in so many; of this one the most.
-_MOST, _ONE_IN_OF_MOST, _ONE_IN = "next save", 2, 10
+_MOST, _ONE_IN_OF_MOST, _ONE_IN = "next save", 2, 8
 
 
 @cache
