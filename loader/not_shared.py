@@ -124,7 +124,7 @@ class LoadLedger:
         self.leaf_shared_bytes += nbytes
 
     def skip(self, name: str, reason: str) -> None:
-        """Record `reason` as why the final tensor `name` is not shared.
+        """Record `reason`, which tells why the final tensor `name` is not shared.
 
         Only the first reason for a name is kept.
         """

@@ -41,11 +41,10 @@ class ModelReport:
     """The report on one load of one model by one process. Sizes are in bytes.
 
     - `total_bytes`: the size of the final tensors (weights as the engine uses them), packed copies
-    included. It is the sum of `shared_bytes`, for what was in shared memory as a whole before the
-    load, and `private_bytes`, for the rest.
+      included. It is the sum of `shared_bytes`, for what was in shared memory as a whole before the
+      load, and `private_bytes`, for the rest.
     - `leaf_shared_bytes`: the part of `private_bytes` that lies in leaves (parts of 2 MiB) of
-      tensors
-    that were in shared memory before the load.
+      tensors that were in shared memory before the load.
     - `bytes_read`: the size of all tensor data that was read, including data that was only hashed.
     - `bytes_from_store`: the part of `bytes_read` that came from a store.
     - `header_bytes`: the size of the headers of the files.
@@ -54,14 +53,12 @@ class ModelReport:
     - `skipped`: the name of each tensor that could not be shared, with the reason.
     - `collisions`: the number of shared tensors that a comparison of bytes rejected.
     - `tokens_equal_plain`: whether the model's output equals its output without sharing. Only
-      programs
-    that compare outputs set it.
+      programs that compare outputs set it.
     - `stored_as`: the name under which the load stored the checkpoint in the store.
     - `frozen_base`: the `base` and the `layers` that replaced layers of the checkpoint, with the
-      number
-    and total size of the tensors in those layers.
+      number and total size of the tensors in those layers.
     - `marked`: for each marker of the checkpoint, its `base` and `digest`, the number of `tensors`
-    that it names, and how many of these were `shared`.
+      that it names, and how many of these were `shared`.
     """
 
     name: str = ""
@@ -194,7 +191,7 @@ def add(model: ModelReport) -> None:
 
 
 def note(device: str, reason: str) -> None:
-    """Record `reason` as why less memory of `device` is shared than could be.
+    """Record `reason`, which tells why less memory of `device` is shared than could be.
 
     The last reason for each device is kept, and a reason that differs from the previous one is
     logged. Safe from any thread.

@@ -8,10 +8,10 @@ gives their union. Otherwise the computation has these steps:
 
 1. The storage is treated as a matrix whose rows have as many bytes as the largest stride.
 2. Each box is cut into pieces. A piece is one sub-box that repeats in the rows r to r + n. A column
-slice makes one piece, and a box without gaps makes at most three. Strides that do not divide each
-other make one piece per row.
+   slice makes one piece, and a box without gaps makes at most three. Strides that do not divide
+   each other make one piece per row.
 3. The rows at which a piece begins or ends divide the matrix into bands. The rows of a band are
-alike, so only one of them is solved, by the same steps with smaller strides.
+   alike, so only one of them is solved, by the same steps with smaller strides.
 
 If there are more than MAX_PIECES pieces, only plain runs are counted. The answer may then be "not
 covered" although every byte was written. This prevents sharing but never gives wrong weights.

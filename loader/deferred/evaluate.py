@@ -160,7 +160,7 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the one source tensor that `view` is a whole copy of.
+        """Return the source tensor of which `view` is a whole copy.
 
         Returns None if `view` is anything else, or if the source tensor has another use.
         """
@@ -346,8 +346,7 @@ class Prefetcher:
         - While another tensor is being read ahead, nothing is started.
         - Tensors of more than 64 MiB are skipped.
         - If the tensor is more than copies of whole source tensors, it is removed from the plan,
-          and
-        nothing is started.
+          and nothing is started.
         """
         if self._begun is not None:
             return

@@ -1,4 +1,4 @@
-"""Build large final tensors from parts of residents, if all their source digests are known.
+"""Build large final tensors from parts of residents, if all source digests are known.
 
 Parts that a resident (shared tensor) already has are mapped from the resident, and only the other
 parts are read.

@@ -56,10 +56,10 @@ class LayerRecord:
 
     - `key` and `preimage` are the layer key: its digest, and the text that was hashed.
     - `residents` maps the name of each parameter to its resident (the shared tensor) and the
-    parameter's class.
+      parameter's class.
     - `opaque` is a packed weight that the kernel library holds in an object of its own. The weight
-    cannot be mapped, so layers share the object. The reference to the object is weak, because the
-    object holds the record. Both are freed with the last layer that uses them.
+      cannot be mapped, so layers share the object. The reference to the object is weak, because the
+      object holds the record. Both are freed with the last layer that uses them.
     - `opaque_bytes` and `plain_name` are the size and the digest of the weight that was packed.
     - `origins` are the places of the source tensors.
     - `aliases` are records with equal bytes and other recipes. They live as long as this record.

@@ -26,8 +26,7 @@ class DeferredParameter:
 
     - `name` is the first of the parameter's names in the model.
     - `view` describes, after tracing, how the bytes are computed. It is None if the loading code
-      gave
-    the parameter real memory.
+      gave the parameter real memory.
     - `sources` has, after tracing, the source tensors from which the bytes are computed.
     - `installed` is True once the parameter has real memory.
     - `private` is a reason not to share the parameter, or None.

@@ -128,10 +128,10 @@ class LoadSession:
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Return the name of a parameter's content, as `composite_digest` computes it.
+        """Return the name for the content of parameter `each`, as `composite_digest` computes it.
 
         `tensor` has the parameter's bytes. With `trusted`, parts that are whole source tensors are
-        named by those tensors' digests; without it all bytes are hashed.
+        named by the digests of those tensors. Without `trusted`, all bytes are hashed.
         """
         view = each.require_view()
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
@@ -293,7 +293,7 @@ class LoadSession:
     def is_streamed(self, each: DeferredParameter) -> bool:
         """Return whether the parameter `each` is read directly into shared memory.
 
-        Very large parameters are. No scratch memory is used for them.
+        This is done for very large parameters, and uses no scratch memory.
         """
         return self._streamed_source(each) is not None
 

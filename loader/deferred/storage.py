@@ -186,8 +186,9 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
     """Return the tensor at `place` within `source`, as a view of `source`.
 
-    `source` is the deferred, contiguous tensor for a source tensor. `place` tells where another
-    tensor of the checkpoint lies in its bytes, as in files of `torch.save`.
+    `source` is a deferred, contiguous tensor that stands for a source tensor. `place` tells where
+    another tensor of the checkpoint lies in the bytes of that source tensor, as in files of
+    `torch.save`.
 
     Raises:
         UnsupportedError: The tensor is stored conjugated or negated, so it is not a view.
@@ -204,7 +205,10 @@ def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
 
 
 def span_of(view: View) -> tuple[int, int]:
-    """Return the storage's byte range (start, stop) from a view's first to its last element."""
+    """Return the byte range (start, stop) from the first to the last element of `view`.
+
+    The positions are in bytes from the beginning of the storage.
+    """
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     itemsize = view.dtype.itemsize
     return view.offset * itemsize, (view.offset + last + 1) * itemsize

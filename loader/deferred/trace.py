@@ -74,8 +74,8 @@ class Tracer:
     """The tracer of one load, with all its deferred storages. For one thread.
 
     `evaluate` computes a view as a real CPU tensor, for operations that depend on data. `device` is
-    the model's device. Loading code may create a tensor on the device of a deferred parameter,
-    which is "meta"; the tensor is then created on `device`. `data_reads` names the operations that
+    the model's device. If loading code creates a tensor on the "meta" device of a deferred
+    parameter, the tensor is created on `device` instead. `data_reads` names the operations that
     were executed because they depend on data.
     """
 

@@ -99,8 +99,7 @@ class DedupContext:
     """The state shared by the models of one load, for example those of a pipeline. For one thread.
 
     - `files` has the mapped files, or is None if remembered digests of files are of no use, for
-      example
-    after a cast.
+      example after a cast.
     - `built` has the residents that this load built.
     - `accounted` has the residents of `built` that the report counts already.
     - `resident_before` has the dtype, shape and stride of each resident that existed before the

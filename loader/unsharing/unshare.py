@@ -101,8 +101,7 @@ def unshare(target: object) -> int:
 
     - On the CPU, addresses do not change, so compiled code stays valid.
     - On a GPU, memory is replaced at its address if possible, so captured graphs stay valid. If it
-      is
-    not possible, an engine raises `OutOfMemoryError`, and other models get new addresses.
+      is not possible, an engine raises `OutOfMemoryError`, and other models get new addresses.
     - On other devices, addresses change.
     - Packed weights are never written, so they stay shared.
 
