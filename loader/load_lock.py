@@ -6,10 +6,11 @@ from typing import Final
 
 
 class LoadLock:
-    """A reentrant lock, used as a context manager, that a forked child finds unlocked.
+    """A reentrant lock, used as a context manager, that is unlocked in a forked child.
 
-    Loads run one at a time under it, because they replace functions of the frameworks and change
-    process-wide settings. Also, two simultaneous loads of one model would not share its tensors.
+    Loads run one at a time under `LOAD_LOCK`, because they replace functions of the frameworks and
+    change process-wide settings, and because two simultaneous loads of one model would not share
+    its tensors. `MOVE_LOCK` does the same for conversions of models.
     """
 
     def __init__(self) -> None:

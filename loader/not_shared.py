@@ -1,6 +1,6 @@
-"""The ledger of one load: which final tensors were shared, and why the others were not.
+"""The ledger of one load: it records which final tensors were shared, and why others were not.
 
-A *final tensor* is a weight as the engine uses it; a *source tensor* is one of the checkpoint's.
+A *final tensor* is a weight as the engine uses it. A *source tensor* is a tensor of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class LoadedSource(Protocol):
-    """A source tensor of a checkpoint, as far as the ledger uses it."""
+    """The properties of a source tensor (a tensor of the checkpoint) that the ledger uses."""
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor's name, dtype, shape and position."""
+        """The tensor's name, dtype and shape, and its position in the file."""
 
 
 class NotShared(StrEnum):
-    """The fixed reasons not to share a tensor, which name no numbers or sizes.
+    """The reasons not to share a tensor that are fixed texts, without numbers or sizes.
 
-    The values are texts for the report; code compares the members.
+    Reports contain the values of the members. Code compares the members themselves.
     """
 
     BELOW_MIN_BYTES = "it is below min_tensor_bytes"
@@ -53,7 +53,11 @@ class NotShared(StrEnum):
 
 @dataclass(slots=True)
 class FinalTensor:
-    """A final tensor: its size in bytes, packed copies included, and how many were shared."""
+    """The entry for one final tensor in the ledger.
+
+    `nbytes` is the tensor's size in bytes, packed copies included, and `shared_bytes` is the part
+    that was in shared memory before the load. `sources` has the source tensors by `id`.
+    """
 
     nbytes: int = 0
     shared_bytes: int = 0
@@ -66,7 +70,14 @@ class FinalTensor:
 
 
 class LoadLedger:
-    """The ledger of one load, with an entry for each final tensor. For one thread."""
+    """The ledger of one load, with an entry for each final tensor. For one thread.
+
+    - `finals` maps the name of a final tensor to its entry.
+    - `skipped` maps the name of a tensor that is not shared to the reason.
+    - `bytes_materialised` is the size of the memory that the load has filled with tensors.
+    - `leaf_shared_bytes` is the size of the parts of new tensors that are mapped from older ones.
+    - `collisions` is the number of residents that a comparison of bytes rejected.
+    """
 
     def __init__(self) -> None:
         self.finals: dict[str, FinalTensor] = {}
@@ -87,9 +98,14 @@ class LoadLedger:
         """Add `nbytes` bytes to the final tensor `name`.
 
         Call it once for each form of the tensor in memory, for example a plain and a packed one.
-        `shared` says that these bytes were in shared memory before this load began, and `made` that
-        new memory was filled for them; `made` defaults to `not shared`. Both are False for the
-        second of two equal tensors of one model. `sources` are the tensor's source tensors.
+
+        - `shared` says that these bytes were in shared memory before this load began.
+        - `made` says that this load filled new memory with these bytes. It defaults to `not
+          shared`.
+        - `sources` are the tensor's source tensors.
+
+        Pass False for both `shared` and `made` if an equal tensor of the same model was added
+        before with the same memory.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
@@ -100,19 +116,22 @@ class LoadLedger:
         final.sources.update((id(source), source) for source in sources)
 
     def note_leaves(self, nbytes: int) -> None:
-        """Record that `nbytes` of a new tensor are mapped from parts of older shared tensors.
+        """Record that `nbytes` bytes of a new tensor are mapped from parts of older shared tensors.
 
-        These bytes are subtracted from `bytes_materialised`.
+        The number is added to `leaf_shared_bytes` and subtracted from `bytes_materialised`.
         """
         self.bytes_materialised -= nbytes
         self.leaf_shared_bytes += nbytes
 
     def skip(self, name: str, reason: str) -> None:
-        """Record why `name` is not shared; only the first reason for a name is kept."""
+        """Record `reason`, which tells why the final tensor `name` is not shared.
+
+        Only the first reason for a name is kept.
+        """
         self.skipped.setdefault(name, str(reason))
 
     def enter(self, report: ModelReport) -> None:
-        """Write the totals into `report`."""
+        """Write the ledger's totals into `report`."""
         finals = [final for final in self.finals.values() if final.nbytes]
         report.total_bytes = sum(final.nbytes for final in finals)
         report.shared_bytes = sum(final.shared_bytes for final in finals)
@@ -128,7 +147,7 @@ class LoadLedger:
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
     def shared_sources(self) -> list[LoadedSource]:
-        """Return the source tensors all of whose final tensors were shared."""
+        """Return the source tensors for which every final tensor that uses them was shared."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {
             key for final in self.finals.values() if not final.is_shared for key in final.sources

@@ -22,15 +22,15 @@ _NEVER: Final = 2**31 - 1  # the greatest threshold Python takes
 
 
 class WithoutFullCollections:
-    """A context manager that suspends full garbage collections of the process.
+    """Context manager: while it is active, the process runs no full garbage collections.
 
-    A large model creates so many objects that full collections, each of which visits every object
-    of the process, follow one another. The younger generations are still collected, so reference
-    cycles of a layer are freed soon, and gc.collect works as usual.
+    A large model creates so many objects that full collections would follow one another, and each
+    of them visits every object of the process. The younger generations are still collected, so
+    reference cycles in a layer are freed soon. `gc.collect` works as usual.
 
-    Reentrant and usable from any thread: the first thread to enter changes the thresholds of the
-    process, and the last one to leave restores them. A disabled collector stays disabled, and
-    thresholds that other code sets meanwhile are kept.
+    The context manager is reentrant and safe from any thread. The first thread to enter changes the
+    collection thresholds of the process, and the last thread to leave restores them. A disabled
+    collector stays disabled. Thresholds that other code sets meanwhile are kept.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,11 @@ WITHOUT_FULL_COLLECTIONS: Final = WithoutFullCollections()
 
 @contextmanager
 def rng_restored_on_failure() -> Iterator[None]:
-    """Restore the states of torch's random number generators if the block raises.
+    """Context manager: if the `with` block raises, restore torch's random number generators.
 
-    A load that is then repeated draws the same numbers. The generators are that of the CPU and, if
-    this process has used a GPU, those of all GPUs.
+    The generators get the state from before the block, so a load that is repeated draws the same
+    numbers. They are the generator of the CPU and, if this process has used a GPU, those of all
+    GPUs.
     """
     module = accelerator()
     here = torch.get_rng_state()
@@ -99,7 +100,10 @@ def rng_restored_on_failure() -> Iterator[None]:
 
 
 def accelerator() -> Any:
-    """Return torch's module for the accelerator in use, for example torch.cuda, or None."""
+    """Return torch's module for the accelerator, for example `torch.cuda`, or None.
+
+    Returns None if the machine has no accelerator, or if this process has not used it yet.
+    """
     kind = torch.accelerator.current_accelerator()
     module: Any = None if kind is None else torch.get_device_module(kind)
     begun = getattr(module, "is_initialized", lambda: False)
@@ -108,7 +112,7 @@ def accelerator() -> Any:
 
 
 def release_memory() -> None:
-    """Release free memory that glibc keeps for later allocations to the system.
+    """Return to the system the free memory that glibc keeps for later allocations.
 
     This takes milliseconds. With another C library it does nothing.
     """

@@ -1,10 +1,12 @@
-"""Reports of all loads of this process and its workers: bytes read, shared and private. No torch.
+"""Reports on all loads of this process and its workers: the bytes read, shared and private.
 
-Worker processes pass their reports on as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also writes
-the model's report to that directory, and a process that calls `collect_from` merges them. A process
-that may start workers creates its own directory, below the one it inherited. Files are used and not
-a pipe, because engines start workers in ways that this package does not control, and a worker may
-end before its reports are asked for.
+This module does not import torch.
+
+Worker processes pass their reports on as files. If `TENSOR_DEDUP_REPORT_DIR` is set, `add` also
+writes the report to that directory, and a process that calls `collect_from` for the directory
+merges the reports in it. A process that may start workers creates a directory of its own inside the
+directory that it inherited. Files are used instead of a pipe, because engines start workers in ways
+that this package does not control, and because a worker may end before its reports are asked for.
 """
 
 import atexit
@@ -36,21 +38,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ModelReport:
-    """The report of one load of one model by one process. Sizes are in bytes.
+    """The report on one load of one model by one process. Sizes are in bytes.
 
-    - `total_bytes`: the final tensors (weights as the engine uses them), packed copies included.
-      `shared_bytes` of these are whole tensors that were in shared memory before the load, and
-      `private_bytes` the others. `leaf_shared_bytes` of the private bytes lie in parts (leaves of
-      2 MiB) of tensors that were in shared memory before.
-    - `bytes_read`: all tensor data that was read, also for hashing. `bytes_from_store` of it came
-      from a store. `header_bytes` is the size of the headers.
-    - `known`: whether the digests of all source tensors were remembered.
-    - `skipped`: (name, reason) of each tensor that could not be shared.
+    - `total_bytes`: the size of the final tensors (weights as the engine uses them), packed copies
+      included. It is the sum of `shared_bytes`, for what was in shared memory as a whole before the
+      load, and `private_bytes`, for the rest.
+    - `leaf_shared_bytes`: the part of `private_bytes` that lies in leaves (parts of 2 MiB) of
+      tensors that were in shared memory before the load.
+    - `bytes_read`: the size of all tensor data that was read, including data that was only hashed.
+    - `bytes_from_store`: the part of `bytes_read` that came from a store.
+    - `header_bytes`: the size of the headers of the files.
+    - `known`: whether the digests of all source tensors (tensors of the checkpoint) were
+      remembered.
+    - `skipped`: the name of each tensor that could not be shared, with the reason.
     - `collisions`: the number of shared tensors that a comparison of bytes rejected.
-    - `tokens_equal_plain`: set by tests and benchmarks that compare outputs.
-    - `stored_as`: the name of the checkpoint in the store.
-    - `frozen_base`: the `base` and `layers` that replaced layers of the checkpoint, with the number
-      and bytes of their tensors.
+    - `tokens_equal_plain`: whether the model's output equals its output without sharing. Only
+      programs that compare outputs set it.
+    - `stored_as`: the name under which the load stored the checkpoint in the store.
+    - `frozen_base`: the `base` and the `layers` that replaced layers of the checkpoint, with the
+      number and total size of the tensors in those layers.
     - `marked`: for each marker of the checkpoint, its `base` and `digest`, the number of `tensors`
       that it names, and how many of these were `shared`.
     """
@@ -92,9 +98,10 @@ class ModelReport:
 class Report:
     """The reports of all loads in chronological order, and the current memory use in bytes.
 
-    `resident_bytes` is the size of shared tensors, and `registry_bytes` that of the tables about
-    them. Both include workers, as of each worker's last load. `devices` has, by device, the last
-    reason why this process shares less of the device's memory than it could.
+    `resident_bytes` is the size of the shared tensors, and `registry_bytes` is the size of the
+    tables that list them. Both include the workers, with the sizes that each worker reported after
+    its last load. `devices` maps a device to the last reason why this process shares less of the
+    device's memory than it could.
     """
 
     models: list[ModelReport]
@@ -152,7 +159,7 @@ os.register_at_fork(after_in_child=_collection.renew_lock)
 
 
 def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[], int]) -> None:
-    """Set the functions that return `registry_bytes` and `resident_bytes` of this process.
+    """Set the functions that measure `registry_bytes` and `resident_bytes` of this process.
 
     The registry module calls this when it is imported.
     """
@@ -160,7 +167,11 @@ def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[],
 
 
 def add(model: ModelReport) -> None:
-    """Add the report of a finished load. Safe from any thread; errors are only logged."""
+    """Add `model`, the report of a finished load. Safe from any thread.
+
+    If `TENSOR_DEDUP_REPORT_DIR` is set, the report is also written to that directory. A write error
+    is logged and not raised.
+    """
     registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
     with _collection.lock:
         # A clock that was set back must not put a load before the one that it came after.
@@ -180,9 +191,10 @@ def add(model: ModelReport) -> None:
 
 
 def note(device: str, reason: str) -> None:
-    """Record why less of a device's memory is shared than could be; log a new reason.
+    """Record `reason`, which tells why less memory of `device` is shared than could be.
 
-    Safe from any thread.
+    The last reason for each device is kept, and a reason that differs from the previous one is
+    logged. Safe from any thread.
     """
     if _collection.devices.get(device) != reason:
         _collection.devices[device] = reason
@@ -204,7 +216,10 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
 
 
 def collect_from(directory: str | os.PathLike[str]) -> None:
-    """Make `report` include the reports that other processes write to or below a directory."""
+    """Make `report` include the reports that other processes write to `directory` or below it.
+
+    A second call for the same directory has no effect.
+    """
     path = Path(directory).absolute()
     with _collection.lock:
         if path not in _collection.directories:
@@ -212,10 +227,13 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
 
 
 def share_with_workers() -> Path | None:
-    """Make workers that are started from now on report to this process; return the directory used.
+    """Make workers started from now on report to this process; return their report directory.
 
-    It is created below TENSOR_DEDUP_REPORT_DIR if that is set, so that a parent process finds the
-    reports, too. Otherwise it is a temporary directory that is removed when this process ends.
+    The directory is created in the one that `TENSOR_DEDUP_REPORT_DIR` names, so that the parent
+    process finds the reports, too. If the variable is not set, or no directory can be created
+    there, a temporary directory is used, which is removed when this process ends. The variable then
+    names the directory that is returned. A second call returns the same directory.
+
     Returns None, after a warning, if no directory can be created.
     """
     given = os.environ.get(REPORT_DIR_VARIABLE)
@@ -257,9 +275,9 @@ def _remove(pid: int, path: Path, remove: Callable[[Path], object]) -> None:
 
 
 def report() -> Report:
-    """Return the reports of this process's loads and of the processes it collects from.
+    """Return the reports of this process and of the processes from which it collects reports.
 
-    Safe from any thread.
+    A report file that cannot be read is skipped with a warning. Safe from any thread.
     """
     with _collection.lock:
         entries = {entry.place: entry for entry in _collection.entries}

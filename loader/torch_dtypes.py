@@ -16,10 +16,10 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype name.
+    """Return the torch dtype with the safetensors name `name`.
 
     Raises:
-        UnsupportedError: torch has no such dtype.
+        UnsupportedError: No torch dtype has this name.
     """
     found = TORCH_DTYPES.get(name)
     if found is None:
@@ -30,7 +30,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors dtype name of a torch dtype.
+    """Return the safetensors name of `dtype`, a torch dtype.
 
     Raises:
         UnsupportedError: The dtype has no safetensors name.
@@ -44,5 +44,5 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_name(dtype: torch.dtype) -> bool:
-    """Return whether a torch dtype has a safetensors name."""
+    """Return whether `dtype`, a torch dtype, has a safetensors name."""
     return dtype in _NAMES

@@ -31,9 +31,10 @@ _SMALL_BYTES = 64 << 10
 
 
 def slabs(sizes: Sequence[int]) -> list[list[int]]:
-    """Group the tensors of a layer into slabs; return the indices of the tensors of each slab.
+    """Group the tensors of a layer into slabs; return, for each slab, the indices of its tensors.
 
-    `sizes` are in bytes. Large tensors have a slab each, and small ones share one.
+    `sizes` has the tensors' sizes in bytes. A tensor of 16 MiB or more has a slab of its own.
+    Tensors below 64 KiB share one slab, and those of sizes in between share another.
     """
     large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
     middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
@@ -42,12 +43,14 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Hash tensors, and return for each a resident with the same bytes.
+    """Hash the tensors in `finals`, and return for each a resident with the same bytes.
 
-    The result has, for each tensor in order, the resident and whether this call built it. Residents
-    built by one call share a slab. The resident is None if there is no shared memory left, or if a
-    comparison shows that it has other bytes under the same digest; the session's ledger then has
-    the reason.
+    The result has a pair for each tensor, in order: the resident, and whether this call built it.
+    Residents that one call builds share a slab. The resident is None in two cases, and the
+    session's ledger then has the reason:
+
+    - There is no shared memory left.
+    - A comparison shows that the resident has other bytes under the same digest.
     """
     wanted = []
     for _, tensor in finals:

@@ -4,13 +4,17 @@ Writes are not expanded: a column slice of a matrix with 150,000 rows is one box
 intervals. Overlapping writes count once.
 
 A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, sorting them
-gives their union. Otherwise the storage is treated as a matrix whose rows have as many bytes as the
-largest stride. Each box is cut into pieces, each of which is the same sub-box in the rows r to
-r + n. All rows between two neighbouring ends of pieces are alike, so only one of them is solved, by
-the same method with smaller strides. A column slice makes one piece, and a dense block at most
-three. Strides that do not divide each other make one piece per row. Beyond MAX_PIECES pieces, only
-plain runs are counted. The answer may then be "not covered" although every byte was written, which
-prevents sharing but never gives wrong weights.
+gives their union. Otherwise the computation has these steps:
+
+1. The storage is treated as a matrix whose rows have as many bytes as the largest stride.
+2. Each box is cut into pieces. A piece is one sub-box that repeats in the rows r to r + n. A column
+   slice makes one piece, and a box without gaps makes at most three. Strides that do not divide
+   each other make one piece per row.
+3. The rows at which a piece begins or ends divide the matrix into bands. The rows of a band are
+   alike, so only one of them is solved, by the same steps with smaller strides.
+
+If there are more than MAX_PIECES pieces, only plain runs are counted. The answer may then be "not
+covered" although every byte was written. This prevents sharing but never gives wrong weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +58,7 @@ class _TooManyPieces(Exception):
 
 
 class Coverage:
-    """The ranges of a storage of `nbytes` bytes that writes have covered. For one thread."""
+    """The ranges that writes have covered in a storage of `nbytes` bytes. For one thread."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes: Final = nbytes
@@ -65,7 +69,7 @@ class Coverage:
     def add(self, offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
         """Add a write of a strided array of `shape`; offset, strides and itemsize are in bytes.
 
-        Stride 0 (broadcast) and overlapping elements are allowed.
+        Stride 0 (broadcast) and overlapping elements are allowed. An empty array changes nothing.
 
         Raises:
             UnsupportedError: The write exceeds the storage, or a stride is negative.
@@ -92,7 +96,8 @@ class Coverage:
     def complete(self) -> bool:
         """Return whether every byte was written.
 
-        True is always right. False may be wrong if the writes need more than MAX_PIECES pieces.
+        True is always right. False may be wrong if the computation would need more than MAX_PIECES
+        pieces.
         """
         if not self._complete:
             self._complete = not self.missing()
@@ -101,8 +106,8 @@ class Coverage:
     def missing(self) -> list[Interval]:
         """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        Beyond MAX_PIECES pieces, or MAX_GAPS gaps in one band of rows, the ranges may be wider than
-        what is missing.
+        The ranges may include written bytes if the computation would need more than MAX_PIECES
+        pieces, or if it finds more than MAX_GAPS gaps in the rows of one band.
         """
         if self._complete:
             return []

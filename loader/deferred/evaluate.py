@@ -49,7 +49,8 @@ MAX_AHEAD_BYTES = 64 << 20
 class Scratch:
     """A pool of reusable blocks of memory (flat uint8 CPU tensors), for one load and one thread.
 
-    It never keeps more memory than was in use at one time, about that of the largest layer.
+    The pool never keeps more memory than was in use at one time, which is about the size of the
+    largest layer. `peak` is the largest number of bytes that were in use at one time.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,10 @@ class Scratch:
         self.peak = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return a block of at least `nbytes` uninitialised bytes; pass it to `give_back` later."""
+        """Return a block of at least `nbytes` uninitialised bytes.
+
+        Pass the block to `give_back` or `forget` when it is not needed any more.
+        """
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
         if fitting:
             block = min(fitting, key=torch.Tensor.numel)
@@ -76,7 +80,7 @@ class Scratch:
         self._free.append(block)
 
     def forget(self, block: torch.Tensor) -> None:
-        """Remove a block from the pool for good, because its memory stays in use."""
+        """Remove a block from the pool for good, because the memory of the block stays in use."""
         self._lent -= block.numel()
 
     def close(self) -> None:
@@ -96,9 +100,10 @@ class Scratch:
 class Evaluator:
     """An evaluator that computes the bytes of one load's deferred tensors. For one thread.
 
-    It works on the CPU. A source tensor that is copied whole, once, is read directly into its
-    destination. A source that is used several times is read once, and kept until `release` was
-    called for every final tensor that uses it.
+    It works on the CPU. A source tensor that is copied whole, and only once, is read directly into
+    its destination. A source tensor that is used several times is read once, and kept until
+    `release` was called for every final tensor that uses it. `unhashed` has the ids of the source
+    tensors that are read without being hashed.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
@@ -120,7 +125,7 @@ class Evaluator:
                     self._uses[id(used)] = self._uses.get(id(used), 0) + 1
 
     def release(self, view: View) -> None:
-        """Declare that `view` needs no further evaluation; free sources that no other one needs."""
+        """Declare that `view` is not evaluated again; free sources that no other view needs."""
         for source in sources_of(view):
             key = id(source)
             self._users[key] = self._users.get(key, 1) - 1
@@ -129,19 +134,19 @@ class Evaluator:
         self._nodes.clear()
 
     def fill(self, view: View, out: torch.Tensor) -> None:
-        """Compute the bytes of the storage of `view`, at the view's version, into `out`.
+        """Compute into `out` the bytes of the storage of `view`, at the view's version.
 
-        `out` is a flat uint8 tensor. On return every byte is written, and every source that was
-        read and hashed for it has its digest.
+        `out` is a flat uint8 tensor of at least the size of the storage. On return, these bytes are
+        written, and the source tensors that were read and hashed have their digests.
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start to `fill` asynchronously, if `view` only consists of copies of whole sources.
+        """Start to `fill` `out` in the background, if `view` consists of copies of whole sources.
 
-        Returns False, and does nothing, if it does not. All bytes are written after
-        `SourceReader.settle`.
+        Returns whether this is the case. If it is not, nothing is done. Call `SourceReader.settle`
+        before the bytes in `out` are used.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -155,7 +160,10 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the source tensor that `view` copies whole, if nothing else uses it, or None."""
+        """Return the source tensor of which `view` is a whole copy.
+
+        Returns None if `view` is anything else, or if the source tensor has another use.
+        """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
         if len(writes) != 1 or needs_base(storage, version):
@@ -168,7 +176,7 @@ class Evaluator:
     def value(self, view: View) -> torch.Tensor:
         """Return the value of `view` as a CPU tensor.
 
-        It must not be written, and is valid until the next `release`.
+        Do not write to the tensor. It is valid until the next `release`.
         """
         return as_view(self._flat(view.storage, view.version), view)
 
@@ -301,7 +309,10 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 
 @dataclass(slots=True)
 class Prefetcher:
-    """A prefetcher that reads one final tensor ahead into scratch memory. For one thread."""
+    """A prefetcher that reads one final tensor at a time into scratch memory, ahead of its use.
+
+    For one thread.
+    """
 
     reader: SourceReader
     scratch: Scratch
@@ -310,17 +321,18 @@ class Prefetcher:
     _begun: tuple[DeferredParameter, torch.Tensor, int] | None = None
 
     def plan(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Set the order in which final tensors will probably be needed."""
+        """Set `parameters` as the final tensors to read ahead, in the order of probable use."""
         self._waiting = deque(parameters)
 
     def has(self, each: DeferredParameter) -> bool:
-        """Return whether `each` is being read ahead."""
+        """Return whether the read of `each` was started by `begin` and not yet ended by `take`."""
         return self._begun is not None and self._begun[0] is each
 
     def take(self, each: DeferredParameter) -> torch.Tensor | None:
-        """Wait for the read of `each`, and return its block of scratch memory, for the caller.
+        """Wait until `each` is read, and return the scratch memory with its bytes.
 
-        Returns None if `each` is not being read ahead.
+        The caller must give the memory back to the pool. Returns None if `each` is not being read
+        ahead.
         """
         if self._begun is None or self._begun[0] is not each:
             return None
@@ -331,8 +343,10 @@ class Prefetcher:
     def begin(self, needed: Callable[[DeferredParameter], bool]) -> None:
         """Start reading the next planned tensor for which `needed` returns True.
 
-        Nothing is started while another tensor is read ahead, or if that tensor is more than copies
-        of source tensors.
+        - While another tensor is being read ahead, nothing is started.
+        - Tensors of more than 64 MiB are skipped.
+        - If the tensor is more than copies of whole source tensors, it is removed from the plan,
+          and nothing is started.
         """
         if self._begun is not None:
             return
@@ -349,6 +363,9 @@ class Prefetcher:
             return
 
     def close(self) -> None:
-        """Forget the plan and the read in progress, for which the reader itself must wait."""
+        """Forget the plan and the read in progress.
+
+        This method does not wait for the read. Call `SourceReader.abandon` first.
+        """
         self._waiting.clear()
         self._begun = None

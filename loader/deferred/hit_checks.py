@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HitChecks:
-    """The comparisons of one load's hits. Collisions are counted in `ledger`. For one thread."""
+    """The comparisons of one load's hits with the checkpoint. For one thread.
+
+    Collisions are counted in `ledger`.
+    """
 
     config: TensorDedupConfig
     provider: ResidentProvider
@@ -34,11 +37,17 @@ class HitChecks:
     _rng: random.Random = field(default_factory=random.Random)
 
     def sampled(self) -> bool:
-        """Decide at random, by the `audit` share, whether the current hit is audited."""
+        """Return whether to audit the current hit, decided at random with the probability `audit`.
+
+        Every call decides anew, so call it once for each hit.
+        """
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def asked(self) -> bool:
-        """Return whether the current hit must be compared, for `verify_bytes` or an audit."""
+        """Return whether the current hit must be compared, for `verify_bytes` or an audit.
+
+        Every call may decide at random, as `sampled` does, so call it once for each hit.
+        """
         return self.config.verifies_bytes or self.sampled()
 
     def is_as_loaded(
@@ -48,10 +57,11 @@ class HitChecks:
         tensor: torch.Tensor,
         shared: str = "the resident",
     ) -> bool:
-        """Return whether a resident has the bytes of `tensor`, computed from the checkpoint.
+        """Return whether `resident` has the bytes of `tensor`, computed from the checkpoint.
 
-        Call it for hits for which `asked` returned True. False means a collision. `name` is the
-        tensor's name, and `shared` describes the resident in error messages.
+        Call it for hits for which `asked` returned True. The result False means a collision, which
+        is counted. `name` is the tensor's name, and `shared` describes the resident in error
+        messages.
 
         Raises:
             AuditError: The bytes differ, and `verify_bytes` is off.
@@ -59,10 +69,11 @@ class HitChecks:
         return self._same(resident, tensor, name, shared, "the tensor made from its checkpoint")
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor, *, new: bool = False) -> bool:
-        """Return whether a resident that was found by digest may be used for `tensor`.
+        """Return whether `resident`, which was found by digest, may be used for `tensor`.
 
-        The bytes are compared if `asked` returns True. `new` says that the resident has just been
-        built from this tensor; it is then compared only if parts of it were found by digest.
+        This method calls `asked`. If `asked` returns False, the bytes are not compared, and the
+        result is True. `new` says that the resident has just been built from this tensor. A new
+        resident is compared only if parts of it were found by digest.
 
         Raises:
             AuditError: The bytes differ, and `verify_bytes` is off.

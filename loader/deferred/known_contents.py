@@ -1,7 +1,7 @@
-"""Build large final tensors from parts of residents, if the digests of all their sources are known.
+"""Build large final tensors from parts of residents, if all source digests are known.
 
-A resident is a shared tensor in memory. Parts that a resident already has are mapped from it, and
-only the other parts are read.
+Parts that a resident (shared tensor) already has are mapped from the resident, and only the other
+parts are read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class KnownContents:
     """The source tensors that a large final tensor consists of, in order, with known digests.
 
-    In `parts`, each source stands beside the byte range that it fills. None in place of a source
-    stands for zeros (padding).
+    `geometry` is the dtype, shape and stride of the final tensor. `parts` pairs each source tensor
+    with the byte range that it fills. A pair with None in place of the source tensor stands for
+    zeros (padding).
     """
 
     geometry: ResidentKey
@@ -39,10 +40,14 @@ class KnownContents:
 
     @classmethod
     def of(cls, each: DeferredParameter, algorithm: str) -> Self | None:
-        """Return the sources of a final tensor with their digests.
+        """Return the known contents of the final tensor `each`, or None.
 
-        Returns None if the tensor is small, if a part of it is neither zeros nor a whole source
-        with a known digest, or if `algorithm` is not BLAKE3.
+        Returns None in these cases:
+
+        - The tensor is smaller than 8 MiB, or its dtype has no safetensors name.
+        - A part of the tensor is neither zeros nor a whole source tensor with a known digest.
+        - All parts are zeros.
+        - `algorithm`, by which the digests were computed, is not BLAKE3.
         """
         if each.nbytes < LEAF_SHARED_FROM or not has_name(each.parameter.dtype):
             return None
@@ -64,14 +69,15 @@ class KnownContents:
 
     @property
     def contents(self) -> list[Content]:
-        """The byte range of each part in the final tensor, with its digest and leaf digests."""
+        """The byte range of each part in the final tensor, with the digests of part and leaves."""
         return [content for _, content in self.parts]
 
     def build(self, recipe: str, provider: HostProvider, reader: SourceReader) -> Resident | None:
         """Build a resident from parts of other residents, and read only the remaining parts.
 
-        Returns None if no resident has a part of it. Pass the result to `HostProvider.enter_known`,
-        and call `HostProvider.end_known` in any case.
+        Returns None if no resident has a part of the tensor. Pass the result to
+        `HostProvider.enter_known`, and call `HostProvider.end_known` in any case, also after an
+        error.
 
         Raises:
             StaleHintError: A part that was read does not have its remembered digest.

@@ -1,8 +1,9 @@
 """Layer keys: digests of all inputs from which a layer's final tensors are computed.
 
-Layers with equal keys share their tensors, so a key includes too much rather than too little: a
-missing input could give wrong weights, while a superfluous one only prevents sharing. Inputs that
-are left out, for example some environment variables, are listed here with the reason.
+Layers with equal keys share their tensors. A key therefore includes too much rather than too
+little, because a missing input could give wrong weights, while a superfluous one only prevents
+sharing. Inputs that are left out, for example some environment variables, are listed here with the
+reason.
 """
 
 from __future__ import annotations
@@ -177,9 +178,10 @@ def plain(value: Any, depth: int = 6) -> Any:
 
 
 def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
-    """Return an object's attributes, converted by `plain`, for a layer key.
+    """Return the attributes of `thing` for a layer key, converted by `plain` with `depth`.
 
-    Attributes that give the layer's position in a model, such as its prefix, are left out.
+    Attributes that give the layer's position in a model, for example its prefix, are left out, and
+    so are parameters, buffers and submodules.
     """
     return {
         name: plain(value, depth)
@@ -209,7 +211,10 @@ def process_state() -> str:
 
 
 def process_text() -> str:
-    """Return `process_inputs` as JSON, with which the preimage of every layer key begins."""
+    """Return `process_inputs` as JSON text.
+
+    The preimage (the hashed text) of every layer key begins with it.
+    """
     return json.dumps(process_inputs(), sort_keys=True, default=str)
 
 
@@ -225,10 +230,10 @@ class LayerKey:
 
     @classmethod
     def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
-        """Return the key of `inputs` and of the inputs common to all layers of this process.
+        """Return the layer key for `inputs` together with the inputs common to all layers.
 
-        `process` is the result of `process_text` at the beginning of the load; it defaults to the
-        current one.
+        `process` is the text of the common inputs, as `process_text` returned it when the load
+        began. By default, `process_text` is called now.
         """
         own = json.dumps(inputs, sort_keys=True, default=str)
         common = process_text() if process is None else process

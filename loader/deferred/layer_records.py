@@ -1,7 +1,7 @@
 """Layer records: the processed tensors and attributes of a layer, found by its layer key.
 
-A record is kept alive by the layers that use it; tables of records are weak. To check that a found
-record fits, its source tensors can be compared byte by byte with those of the new layer.
+The layers that use a record keep it alive. Tables refer to records weakly. To check that a record
+fits a new layer, the source tensors of both can be compared byte by byte.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """The place from which a record's source tensor was read: file, file identity, byte range.
+    """The place from which a source tensor was read: file, identity of the file, and byte range.
 
-    `reread` opens a tensor that was read from a store and not from the file at `path`.
+    `reread` opens the tensor for reading again if it was read from a store. It is None if the
+    tensor was read from the file at `path`.
     """
 
     path: Path
@@ -44,7 +45,7 @@ class SourceLocation:
 
     @classmethod
     def of(cls, source: SourceTensor) -> SourceLocation:
-        """Return the location of an open source tensor."""
+        """Return the location of `source`, a source tensor whose file is open."""
         file, spec = source.file, source.spec
         return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
 
@@ -53,13 +54,15 @@ class SourceLocation:
 class LayerRecord:
     """The final tensors of one processed layer, and the plain attributes that processing set.
 
-    `residents` maps the name of each parameter to its resident (the shared tensor) and the
-    parameter's class. `opaque` is a packed weight that the kernel library holds in an object of its
-    own. It cannot be mapped, so layers share the object. The reference to it is weak, because the
-    object holds the record; both are freed with the last layer that uses them. `opaque_bytes` and
-    `plain_name` are the size and the digest of the weight that was packed. `origins` are the places
-    of the source tensors. `aliases` are records with equal bytes and other recipes; they live as
-    long as this one.
+    - `key` and `preimage` are the layer key: its digest, and the text that was hashed.
+    - `residents` maps the name of each parameter to its resident (the shared tensor) and the
+      parameter's class.
+    - `opaque` is a packed weight that the kernel library holds in an object of its own. The weight
+      cannot be mapped, so layers share the object. The reference to the object is weak, because the
+      object holds the record. Both are freed with the last layer that uses them.
+    - `opaque_bytes` and `plain_name` are the size and the digest of the weight that was packed.
+    - `origins` are the places of the source tensors.
+    - `aliases` are records with equal bytes and other recipes. They live as long as this record.
     """
 
     key: str
@@ -75,15 +78,16 @@ class LayerRecord:
 
 
 class OriginGoneError(TensorDedupError):
-    """A record's source file is gone or has changed, so the record cannot be compared."""
+    """A source file of a record is gone or has changed, so the record cannot be compared."""
 
 
 def same_source_bytes(
     mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
 ) -> tuple[bool, int]:
-    """Compare source tensors byte by byte with those of a record (`donor`).
+    """Compare the source tensors `mine` byte by byte with `donor`, the source tensors of a record.
 
-    Returns whether all are equal, and the number of bytes read.
+    Returns whether all are equal, and the number of bytes read. The comparison ends at the first
+    difference.
 
     Raises:
         OriginGoneError: A source file of the record is gone or has changed.
@@ -141,10 +145,10 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return the structure of parameters' recipes, and the locations of their source tensors.
+    """Return the structure of the recipes of `parameters`, and the locations of the source tensors.
 
-    In the structure, source tensors are numbered instead of named by digest, so it does not depend
-    on their bytes. The locations are in the order of the numbers.
+    In the structure, source tensors are numbered instead of named by digest, so the structure does
+    not depend on their bytes. The locations are in the order of the numbers.
     """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}
@@ -154,5 +158,5 @@ def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[So
 
 
 def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:
-    """Return the distinct source tensors of these parameters, in order of first use."""
+    """Return the distinct source tensors of `parameters`, in order of first use."""
     return list({id(s): s for each in parameters for s in each.sources}.values())

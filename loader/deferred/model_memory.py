@@ -1,4 +1,4 @@
-"""Give each parameter of a loading model its memory, shared or private, and record which it is."""
+"""Give the parameters of a model their memory, shared or private, and record which it is."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelMemory:
-    """An installer of one load's final tensors in the model, which records each in the ledger.
+    """The memory of one model that is being loaded. For one thread.
 
-    `own` has the residents and layer records that this load has made. Another parameter of the same
-    model that uses one of them does not count as shared. For one thread.
+    Its methods give each final tensor memory in the model, and record in the ledger whether the
+    memory is shared. `own` has the residents and layer records that this load has made. If another
+    parameter of the same model uses one of them, this does not count as sharing.
     """
 
     evaluator: Evaluator
@@ -41,10 +42,10 @@ class ModelMemory:
     def install(
         self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
     ) -> None:
-        """Make a parameter a mapping of a resident, the shared tensor with its bytes.
+        """Make the parameter `each` a mapping of `resident`, the shared tensor with its bytes.
 
-        `made` says that this load built the resident for it. If the resident cannot be mapped, the
-        parameter gets private memory, and the ledger has the reason.
+        `made` says that this load built the resident for this parameter. If the resident cannot be
+        mapped, the parameter gets private memory, and the ledger has the reason.
         """
         try:
             tensor = self.provider.map(resident)
@@ -59,9 +60,10 @@ class ModelMemory:
     def keep_private(
         self, each: DeferredParameter, reason: str, content: torch.Tensor | None = None
     ) -> None:
-        """Give a parameter private memory with its loaded content; record the reason.
+        """Give the parameter `each` private memory with its content, and record `reason`.
 
-        `content` is that content if it was computed already.
+        `content` is the content if it was computed already. Otherwise it is computed here.
+        Parameters that share a storage still share it.
         """
         view = each.require_view()
         key = id(view.storage)
@@ -87,7 +89,7 @@ class ModelMemory:
     ) -> None:
         """Record in the ledger a final tensor that lies in `used`, a resident or a layer record.
 
-        `made` says that this load built it.
+        `made` says that this load built `used`.
         """
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)

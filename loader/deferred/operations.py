@@ -1,4 +1,4 @@
-"""Classify torch's operations by what the tracer must do when one has a deferred tensor."""
+"""Classify torch's operations by how the tracer treats them if an argument is a deferred tensor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 @functools.cache
 def kind_of(func: torch._ops.OpOverload) -> Op:
-    """Classify `func` by its schema and tags."""
+    """Return the `Op` that tells how the tracer treats `func`, judged by its schema and tags."""
     schema = func._schema
     if schema.name in _REFUSED:
         return Op.REFUSED
@@ -72,12 +72,12 @@ def written(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def is_random(func: torch._ops.OpOverload) -> bool:
-    """Return whether an operation draws from a random generator."""
+    """Return whether `func` draws from a random number generator."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation is non-deterministic: the same input may give other bytes."""
+    """Return whether `func` is non-deterministic: the same input may give other bytes."""
     name = func._schema.name
     if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
@@ -85,9 +85,9 @@ def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def needs_data(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation classified as `Op.DATA` needs the tensors' data for this call.
+    """Return whether this call of `func`, which is of the kind `Op.DATA`, needs the tensors' data.
 
-    Indexing needs it only if an index is a mask.
+    Indexing needs the data only if an index is a mask. Other operations always need it.
     """
     if func is not aten.index.Tensor:
         return True

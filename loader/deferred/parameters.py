@@ -22,12 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class DeferredParameter:
-    """A parameter that was deferred: its first name and, after tracing, how its bytes are computed.
+    """A parameter whose tensor was replaced by a deferred one, which has no memory.
 
-    After tracing, `view` describes the bytes, and `sources` has the checkpoint's tensors that they
-    are computed from. `view` is None if the loading code gave the parameter real memory.
-    `installed` is True once the parameter has real memory. `private` is a reason, if there is one,
-    not to share it.
+    - `name` is the first of the parameter's names in the model.
+    - `view` describes, after tracing, how the bytes are computed. It is None if the loading code
+      gave the parameter real memory.
+    - `sources` has, after tracing, the source tensors from which the bytes are computed.
+    - `installed` is True once the parameter has real memory.
+    - `private` is a reason not to share the parameter, or None.
     """
 
     name: str
@@ -44,7 +46,7 @@ class DeferredParameter:
 
     @property
     def geometry(self) -> ResidentKey:
-        """Dtype, shape and stride as a resident key without a digest.
+        """The dtype, shape and stride of the parameter, as a resident key without a digest.
 
         The dtype must have a safetensors name.
         """
@@ -53,7 +55,7 @@ class DeferredParameter:
 
     @property
     def known(self) -> bool:
-        """Whether the digests of all its source tensors are known."""
+        """Whether the digests of all source tensors of the parameter are known."""
         return all(source.digest is not None for source in self.sources)
 
     def require_view(self) -> View:
@@ -67,7 +69,7 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
 
     Parameter objects stay the same, because vLLM and others hold references to them. Parameters
     that share a storage still share one. A parameter stays real if a buffer or another tensor
-    attribute of a module is a view of its storage, because that view would not see later writes.
+    attribute of a module is a view of its storage, because later writes would not reach that view.
     """
     viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
@@ -120,12 +122,14 @@ def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: T
 def settle_strays(
     model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
 ) -> None:
-    """Give real, private memory to deferred tensors that are not parameters.
+    """Give real, private memory to the deferred tensors of `model` that are not parameters.
 
-    These are buffers, and tensors that modules have as attributes. `evaluate` computes them.
+    These are buffers, and tensors that modules have as attributes. `evaluate` returns the content
+    of a view as a tensor.
 
     Raises:
-        UntraceableError: A container holds a deferred tensor, where it cannot be replaced.
+        UntraceableError: A module has a deferred tensor inside a list or another container, where
+            it cannot be replaced.
     """
     for name, module in model.named_modules():
         for held, items in (

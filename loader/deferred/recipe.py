@@ -2,12 +2,12 @@
 
 A recipe is derived from the log of writes after tracing. Equal recipes give equal bytes, because
 the operations are deterministic, and source tensors and constants are named by their digests. Two
-different recipes may still give equal bytes; only a comparison of content shows that.
+different recipes may still give equal bytes, which only a comparison of content shows.
 
 A fused tensor is filled by adjacent writes, mostly of whole source tensors whose digests are known.
-`composite_digest` names its content by those digests, so that the bytes are not hashed twice. The
-name depends on where each write begins and ends: the same bytes, written in other pieces, get
-another name and are then not shared by content.
+`composite_digest` names the fused tensor's content by those digests, so that the bytes are not
+hashed twice. The name depends on where each write begins and ends. If the same bytes are written in
+other pieces, they get another name and are not shared by content.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
-    """Return the writes that determine the bytes of a storage after its first `version` writes.
+    """Return the writes that determine the bytes of `storage` after its first `version` writes.
 
-    They begin with the last write that overwrites the whole storage, if there is one.
+    If one of these writes overwrites the whole storage, the result begins with the last one that
+    does.
     """
     if version == 0:
         return []
@@ -60,10 +61,10 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 
 
 def needs_base(storage: VirtualStorage, version: int) -> bool:
-    """Return whether the bytes depend on the storage's initial content.
+    """Return whether the bytes after `version` writes depend on the storage's initial content.
 
-    They do unless writes that overwrite their target cover every byte, before any write reads its
-    target.
+    They do not if writes that ignore the old content of their target cover every byte before any
+    other write is made.
     """
     if version == 0:
         return storage.nbytes > 0
@@ -110,12 +111,15 @@ class RecipeBook:
     def __init__(
         self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
     ) -> None:
-        """Take the function that identifies a source, by default by its digest, dtype and shape."""
+        """Use `identity` to identify source tensors, by default by digest, dtype and shape."""
         self._identity = identity
         self._known: dict[tuple[int, int], str] = {}
 
     def digest(self, view: View) -> str:
-        """Return the digest of the recipe of `view`, which identifies its bytes and geometry."""
+        """Return the digest of the recipe of `view`.
+
+        It identifies the bytes, dtype, shape and stride of the view.
+        """
         return _hash(self._view(view))
 
     def _view(self, view: View) -> tuple[Any, ...]:
@@ -203,7 +207,10 @@ def reason_to_keep_private(view: View) -> str | None:
 
 
 def references(view: View) -> Sequence[View]:
-    """Return all views that the recipe of `view` refers to, except itself, with repetitions."""
+    """Return all views to which the recipe of `view` refers, except `view` itself.
+
+    A view occurs as often as the recipe refers to it.
+    """
     return _reached(view).mentioned
 
 
@@ -291,7 +298,7 @@ def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drop_what_is_overwritten(views: Sequence[View]) -> None:
-    """Free the initial content of parameters that is overwritten and needed by no recipe."""
+    """Free the initial content of the storages of `views` where no recipe needs it."""
     mentioned = {id(mention.storage) for view in views for mention in references(view)}
     for view in views:
         storage = view.storage
@@ -315,7 +322,8 @@ class StorageRange(NamedTuple):
 def parts_of(view: View) -> list[StorageRange]:
     """Return the ranges that the writes behind `view` fill, in order, without gap or overlap.
 
-    `view` covers its whole storage. If the writes do not tile the storage, the result is one range.
+    `view` covers its whole storage. If the writes leave a gap or overlap, the result is one range:
+    the whole storage.
     """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]
@@ -358,9 +366,9 @@ def composite_digest(
 ) -> str:
     """Return a name for the content of `view`, derived from the digests of its parts.
 
-    `data` has the bytes of `view`. A part that is a whole source tensor has that tensor's digest;
-    other parts are hashed with `digest`. Without `trusted`, all parts are hashed. If there is only
-    one part, the result is its digest.
+    `data` has the bytes of `view`. A part that is a whole source tensor is named by the digest of
+    that tensor, if known. Other parts are hashed with `digest`. Without `trusted`, all parts are
+    hashed. If there is only one part, the result is the digest of that part.
     """
     names = []
     for part in parts_of(view):

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RecipeLookup:
-    """The residents that were found for one load's recipes, kept alive until `take`.
+    """The look-up of residents by the recipes of one load. For one thread.
 
-    For one thread.
+    Residents that `find` has found are kept alive until `take` returns them, or until `close`.
     """
 
     plan: SharingPlan
@@ -37,16 +37,19 @@ class RecipeLookup:
     _hits: dict[int, AnyResident] = field(default_factory=dict)  # by id of the parameter
 
     def key(self, each: DeferredParameter) -> str:
-        """Return the look-up key of a parameter's recipe. Its sources must have their digests."""
+        """Return the key under which the recipe of the parameter `each` is looked up.
+
+        All source tensors of the parameter must have their digests.
+        """
         recipe = self.book.digest(each.require_view())
         return f"recipe:{self.plan.config.hash_algorithm}:{self._state}:{recipe}"
 
     def find(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Look up the residents for these parameters' recipes, in one batch.
+        """Look up the residents for the recipes of `parameters`, in one batch.
 
         Residents that are found are kept alive until `take` returns them. Parameters that stay
-        private, or whose sources have no digests yet, are skipped. Pass many parameters at once: a
-        memory manager is asked once for each batch.
+        private, or whose sources have no digests yet, are skipped. Pass many parameters at once,
+        because a memory manager is asked once for each batch.
         """
         wanted = [
             (each, query)
@@ -59,9 +62,10 @@ class RecipeLookup:
                 self._hits[id(each)] = resident
 
     def take(self, each: DeferredParameter) -> AnyResident | None:
-        """Return the resident for a parameter, or None.
+        """Return the resident for the parameter `each`, or None if there is none.
 
-        It was found by `find`, or built in this process for an equal parameter since.
+        The resident was found by `find`, or has been registered in this process since then. The
+        look-up does not keep it alive any more.
         """
         return self._hits.pop(id(each), None) or self._made_meanwhile(each)
 
@@ -82,9 +86,12 @@ class RecipeLookup:
         return ResidentQuery(self.key(each), replace(each.geometry, digest=content or ""))
 
     def note(self, each: DeferredParameter, resident: AnyResident) -> None:
-        """Register a resident under the parameter's recipe, for as long as the resident lives."""
+        """Register `resident` under the recipe of the parameter `each`.
+
+        The entry lasts as long as the resident lives.
+        """
         self.provider.note(self.key(each), resident)
 
     def close(self) -> None:
-        """Release the residents that were found and not taken."""
+        """Release the residents that `find` has found and `take` has not returned."""
         self._hits.clear()

@@ -1,7 +1,7 @@
 """A load session: look up each final tensor, compute it if it is missing, and install it.
 
-A *final tensor* is a weight as the engine uses it, and a *resident* a final tensor in memory that
-models share. `SharingPlan` decides which tensors are shared, `RecipeLookup` finds residents,
+A *final tensor* is a weight as the engine uses it, and a *resident* is a final tensor in memory
+that models share. `SharingPlan` decides which tensors are shared, `RecipeLookup` finds residents,
 `HitChecks` compares them if the configuration asks for it, and `ModelMemory` puts them into the
 model. Tensors that vLLM's own processing computes are shared by
 `computed_tensors.share_by_content`.
@@ -53,7 +53,8 @@ STREAM_BYTES = 512 << 20
 class ScratchTensor:
     """A final tensor computed in scratch memory, valid until `LoadSession.give_back`.
 
-    Set `escaped` if other code keeps using the memory; it is then not reused.
+    `block` is the piece of scratch memory in which `tensor` lies. Set `escaped` if other code keeps
+    using the memory, so that the memory is not reused.
     """
 
     block: torch.Tensor
@@ -96,14 +97,18 @@ class LoadSession:
         self.lookup.close()
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Announce all final tensors of the load, in order of use, before any other call."""
+        """Announce `parameters`, all final tensors of the load in order of use.
+
+        Call this before any other method.
+        """
         self.plan.expect(parameters)
         self.ahead.plan(parameters)
 
     def make(self, each: DeferredParameter) -> ScratchTensor:
-        """Compute a final tensor in scratch memory; this also hashes its source tensors.
+        """Compute the final tensor `each` in scratch memory.
 
-        Pass the result to `give_back`.
+        Source tensors that are read are hashed, too, if a shared tensor needs their digests. Pass
+        the result to `give_back` when it is not needed any more.
         """
         view = each.require_view()
         block = self.ahead.take(each)
@@ -123,10 +128,10 @@ class LoadSession:
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Return the name of a parameter's content, as `composite_digest` computes it.
+        """Return the name for the content of parameter `each`, as `composite_digest` computes it.
 
         `tensor` has the parameter's bytes. With `trusted`, parts that are whole source tensors are
-        named by those tensors' digests; without it all bytes are hashed.
+        named by the digests of those tensors. Without `trusted`, all bytes are hashed.
         """
         view = each.require_view()
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
@@ -136,10 +141,10 @@ class LoadSession:
     def share(
         self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
     ) -> None:
-        """Install these parameters in the model, shared if possible and otherwise private.
+        """Install `parameters` in the model, shared if possible and otherwise private.
 
-        If `parameters` has one element, `made` may be its computed content; the caller still gives
-        `made` back.
+        Parameters that are installed already are skipped. If `parameters` has one element, `made`
+        may be its computed content. The caller still passes `made` to `give_back`.
         """
         if made is None:
             self.lookup.find(parameters)
@@ -286,9 +291,9 @@ class LoadSession:
             provider.note_contents(resident, known.contents)
 
     def is_streamed(self, each: DeferredParameter) -> bool:
-        """Return whether a parameter is so large that it is read directly into shared memory.
+        """Return whether the parameter `each` is read directly into shared memory.
 
-        Scratch memory is not used for it.
+        This is done for very large parameters, and uses no scratch memory.
         """
         return self._streamed_source(each) is not None
 

@@ -27,7 +27,7 @@ class SharingPlan:
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Announce all final tensors of the load, before any other call."""
+        """Announce `parameters`, all final tensors of the load, before any other call."""
         seen: set[int] = set()
         for each in parameters:
             if each.view is not None:
@@ -41,7 +41,7 @@ class SharingPlan:
         self.evaluator.unhashed = every - wanted
 
     def reason(self, each: DeferredParameter) -> str | None:
-        """Return why this final tensor stays private, or None if it is shared."""
+        """Return why the final tensor `each` stays private, or None if it is shared."""
         view = each.view
         if view is None:
             return NotShared.NOT_DEFERRED
@@ -55,7 +55,7 @@ class SharingPlan:
         return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def must_be_read(self, each: DeferredParameter) -> bool:
-        """Return whether this final tensor is shared but no digest of its sources is known.
+        """Return whether the final tensor `each` is shared, but no digest of its sources is known.
 
         All its sources then have to be read.
         """

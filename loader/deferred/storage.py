@@ -141,7 +141,10 @@ class VirtualStorage:
     ordered: dict[int, list[Write]] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Return a view that describes `tensor`, a meta tensor over this storage, as it is now."""
+        """Return a view that describes `tensor` after the writes that were recorded until now.
+
+        `tensor` is a meta tensor over this storage.
+        """
         return View(
             self,
             len(self.writes),
@@ -153,9 +156,10 @@ class VirtualStorage:
 
 
 class Reach(NamedTuple):
-    """The storages, each with its version, and the views that a recipe refers to, in order.
+    """Everything that a recipe refers to, in order.
 
-    Storages occur once, views as often as they are referred to.
+    `storages` has each storage, with its version, once. `mentioned` has each view as often as the
+    recipe refers to it.
     """
 
     storages: list[tuple[VirtualStorage, int]]
@@ -170,7 +174,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
-    """Return a real tensor with the geometry of `view` over `flat`.
+    """Return a real tensor over `flat` with the dtype, shape, stride and offset of `view`.
 
     `flat` has the bytes of the view's storage (1-d, uint8).
     """
@@ -180,7 +184,11 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
-    """Return the tensor at `place` in a deferred, contiguous source, as a view of the source.
+    """Return the tensor at `place` within `source`, as a view of `source`.
+
+    `source` is a deferred, contiguous tensor that stands for a source tensor. `place` tells where
+    another tensor of the checkpoint lies in the bytes of that source tensor, as in files of
+    `torch.save`.
 
     Raises:
         UnsupportedError: The tensor is stored conjugated or negated, so it is not a view.
@@ -197,7 +205,10 @@ def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
 
 
 def span_of(view: View) -> tuple[int, int]:
-    """Return the storage's byte range (start, stop) from a view's first to its last element."""
+    """Return the byte range (start, stop) from the first to the last element of `view`.
+
+    The positions are in bytes from the beginning of the storage.
+    """
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     itemsize = view.dtype.itemsize
     return view.offset * itemsize, (view.offset + last + 1) * itemsize

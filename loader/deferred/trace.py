@@ -1,8 +1,11 @@
 """The tracer records what a model's own `load_weights` does with deferred tensors.
 
 Deferred tensors are meta tensors, which have a shape and no memory. A `TorchDispatchMode` sees
-every operation. Views need no record; writes and operations that create a storage are recorded
-(`storage.py`); for an operation that depends on data, the data is read and computed.
+every operation:
+
+- Views need no record.
+- Writes, and operations that create a storage, are recorded (`storage.py`).
+- An operation that depends on data is executed with real data, which is read for it.
 """
 
 from __future__ import annotations
@@ -44,7 +47,10 @@ aten = torch.ops.aten
 
 
 class UntraceableError(UnsupportedError):
-    """The model's loading code does something that cannot be traced; load the model plainly."""
+    """The model's loading code does something that cannot be traced.
+
+    Load the model without deferred tensors instead.
+    """
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -68,7 +74,9 @@ class Tracer:
     """The tracer of one load, with all its deferred storages. For one thread.
 
     `evaluate` computes a view as a real CPU tensor, for operations that depend on data. `device` is
-    the model's device: new tensors that loading code creates on a parameter's device go there.
+    the model's device. If loading code creates a tensor on the "meta" device of a deferred
+    parameter, the tensor is created on `device` instead. `data_reads` names the operations that
+    were executed because they depend on data.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
@@ -79,45 +87,57 @@ class Tracer:
         self.data_reads: list[str] = []
 
     def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new deferred tensor for a source tensor, which is not read."""
+        """Return a new deferred tensor that stands for `source`, which is not read.
+
+        `dtype` is the torch dtype of the source tensor.
+        """
         with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
             meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
         self._add(ExpressionKind.SOURCE, meta).source = source
         return meta
 
     def parameter(self, initial: torch.Tensor) -> torch.Tensor:
-        """Return a new deferred tensor (flat, uint8) for a parameter's storage.
+        """Return a new deferred tensor (flat, uint8) for the storage of a parameter.
 
-        `initial` has the bytes that the constructor left in it.
+        `initial` has the bytes that the constructor left in the storage.
         """
         meta = torch.empty(initial.numel(), dtype=torch.uint8, device="meta")
         self._add(ExpressionKind.PARAMETER, meta).initial = initial
         return meta
 
     def find(self, tensor: torch.Tensor) -> VirtualStorage | None:
-        """Return the deferred storage of a tensor, or None for a real tensor."""
+        """Return the deferred storage of `tensor`, or None for a real tensor."""
         if not tensor.is_meta:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def view(self, tensor: torch.Tensor) -> View | None:
-        """Return a view that describes a deferred tensor as it is now, or None for a real one."""
+        """Return a view that describes `tensor` in its current state, or None if it is real.
+
+        Raises:
+            UntraceableError: The deferred tensor is lazily negated or conjugated.
+        """
         storage = self.find(tensor)
         return None if storage is None else _plain_view(storage, tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record this thread's operations on deferred tensors within the block.
+        """Context manager: while it is active, this thread's deferred operations are recorded.
+
+        Deferred operations are those with a deferred tensor among their arguments.
 
         Raises:
-            UntraceableError: The code in the block starts a thread, which could not be recorded.
+            UntraceableError: Code in the `with` block starts a thread, which could not be recorded.
         """
         with _no_new_threads(lambda: self._evaluating), _Mode(self):
             yield
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Allow the code in the block to start threads; for this package's code in `recording`."""
+        """Context manager: while it is active, `recording` allows the start of threads.
+
+        It is for code of this package, which may hash in a thread pool.
+        """
         before, self._evaluating = self._evaluating, True
         try:
             yield
@@ -132,14 +152,17 @@ class Tracer:
         )
 
     def close(self) -> None:
-        """Forget everything recorded. This frees storages, which refer to each other in cycles."""
+        """Forget everything that was recorded.
+
+        This frees storages, which would otherwise keep each other alive in cycles.
+        """
         for storage in self._storages.values():
             storage.writes.clear()
             storage.initial = storage.operation = storage.reached = storage.ordered = None
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with `device="meta"` replaced by the model's device, if it is there."""
+        """Return `kwargs` with the model's device in place of `device="meta"`, if that is given."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return kwargs
@@ -174,9 +197,9 @@ class Tracer:
             self._evaluating = False
 
     def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record or execute `func`, which is of this kind and has a deferred argument.
+        """Record or execute `func`, an operation of the kind `kind` with a deferred argument.
 
-        Returns what the loading code sees as the operation's result.
+        Returns the result for the loading code.
 
         Raises:
             UntraceableError: The operation cannot be deferred.
@@ -194,6 +217,8 @@ class Tracer:
 
     def copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record or execute a `copy_`, the most frequent operation of loading code.
+
+        Returns the result for the loading code.
 
         Raises:
             UntraceableError: A tensor is copied over a part of itself.

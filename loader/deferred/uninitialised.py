@@ -1,7 +1,7 @@
 """Detect memory that has not been written to since `torch.empty` allocated it.
 
-A model's constructor leaves some parameters uninitialised, for the checkpoint to fill, and
-initialises others. To tell them apart, its operations are watched.
+A model's constructor initialises some parameters, and leaves others uninitialised for the
+checkpoint to fill. To tell them apart, the constructor's operations are watched.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _EMPTY = {
 
 
 class UninitialisedStorages:
-    """The storages created by `torch.empty` or a variant while `watching` and not written since.
+    """The storages that `torch.empty` or a variant created and that were not written to since.
 
-    It keeps no storage alive. Only operations of the watching thread are seen.
+    Only storages created inside `with self.watching():` are included, and only operations of the
+    thread that watches are seen. The object keeps no storage alive.
     """
 
     def __init__(self) -> None:
@@ -40,21 +41,24 @@ class UninitialisedStorages:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch this thread's torch operations within the block."""
+        """Context manager: while it is active, this thread's torch operations are watched."""
         with _Mode(self):
             yield
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether the storage of a tensor was created uninitialised and never written to."""
+        """Return whether the storage of `tensor` was created uninitialised and never written to."""
         return number_of(tensor.untyped_storage()) in self._storages
 
     def made(self, tensor: torch.Tensor) -> None:
-        """Record that the storage of a tensor was created uninitialised."""
+        """Record that the storage of `tensor` was created uninitialised."""
         storage = tensor.untyped_storage()
         self._storages[number_of(storage)] = WeakStorage(storage)
 
     def touched(self, value: Any) -> None:
-        """Record a write to a tensor, or to each tensor in a list or tuple."""
+        """Record a write to `value`, a tensor, or to each tensor in it if it is a list or tuple.
+
+        Other values are ignored.
+        """
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             self._storages.pop(number_of(value.untyped_storage()), None)
         elif isinstance(value, (list, tuple)):
@@ -63,7 +67,7 @@ class UninitialisedStorages:
 
 
 def surely_unwritten(storage: VirtualStorage) -> int:
-    """Return a lower bound of the number of bytes that no recorded write has filled.
+    """Return a lower bound of the number of bytes of `storage` that no recorded write has filled.
 
     Bytes written twice count twice, so the true number may be larger.
     """

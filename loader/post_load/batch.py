@@ -58,7 +58,7 @@ _MIN_THREADED_BYTES: Final = 128 << 10
 
 
 def reason_of_class(parameter: nn.Parameter) -> str | None:
-    """Return why a parameter stays private because of its class, or None if it can be shared."""
+    """Return why the class of `parameter` prevents sharing, or None if it does not."""
     kind = type(parameter)
     if f"{kind.__module__}.{kind.__qualname__}" in _PLAIN_CLASSES:
         return None
@@ -70,10 +70,10 @@ def slab_batches(
     nbytes: Callable[[_T], int],
     is_alone: Callable[[int], bool] = lambda size: size >= OWN_SLAB_BYTES,
 ) -> Iterator[list[_T]]:
-    """Group items into batches, each for one slab, and yield the batches.
+    """Group `items` into batches, each for one slab, and yield the batches.
 
-    `nbytes` returns the size of an item in bytes, and `is_alone` whether an item of that size gets
-    a slab by itself. Items are consumed as batches are needed.
+    `nbytes` returns the size of an item in bytes, and `is_alone` returns whether an item of that
+    size gets a slab by itself. `items` is only read as far as the next batch needs.
     """
     batch: list[_T] = []
     size = 0
@@ -96,13 +96,16 @@ def _resident_geometries() -> set[_Geometry]:
 
 @dataclass(slots=True)
 class DedupContext:
-    """The state that the models of one load share, for example the parts of a pipeline.
+    """The state shared by the models of one load, for example those of a pipeline. For one thread.
 
-    `files` is None if remembered digests of files are of no use, for example after a cast. `built`
-    are the residents that this load built, and `accounted` those of them that are in a report
-    already. `resident_before` has the dtype, shape and stride of each resident that existed before
-    the load. `remembered` counts the tensors whose digests were remembered, `unknown` the others.
-    For one thread.
+    - `files` has the mapped files, or is None if remembered digests of files are of no use, for
+      example after a cast.
+    - `built` has the residents that this load built.
+    - `accounted` has the residents of `built` that the report counts already.
+    - `resident_before` has the dtype, shape and stride of each resident that existed before the
+      load.
+    - `remembered` counts the tensors whose digests were remembered, and `unknown` counts the
+      others.
     """
 
     config: TensorDedupConfig
@@ -122,7 +125,11 @@ class DedupContext:
 
 @dataclass(frozen=True, slots=True)
 class DedupCandidate:
-    """A parameter to share: its tensor, and the file range that backs the tensor, or None."""
+    """A parameter to share.
+
+    `data` is the parameter's tensor at the time it was chosen. `file_range` is the range of the
+    file from which the tensor is mapped, or None.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -131,16 +138,16 @@ class DedupCandidate:
 
     @property
     def read(self) -> ReadInto | None:
-        """A function that reads the tensor's bytes from its file, or None without a file."""
+        """A function that reads the tensor's bytes from its file, or None if there is no file."""
         return None if self.file_range is None else self.file_range.read
 
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A parameter whose bytes no resident has yet.
+    """A resident to build, because none has the bytes of the parameter `candidate`.
 
-    `replica` is the replica number of the resident to build: equal tensors of one model have
-    different numbers. `number` is the parameter's index in the batch.
+    `replica` is the resident's replica number, because equal tensors of one model have different
+    numbers. `number` is the parameter's index in the batch.
     """
 
     candidate: DedupCandidate
@@ -150,15 +157,16 @@ class MissingResident:
 
 
 def content_recipe(key: ResidentKey) -> str:
-    """Return the recipe for a tensor that is identified by its content only."""
+    """Return a recipe that identifies a tensor by its content only: its resident key `key`."""
     return f"content:{key}"
 
 
 class HashBatch:
-    """A batch of parameters that are hashed together; new ones become residents. For one thread.
+    """A batch of parameters that are hashed together. For one thread.
 
-    Call `begin`, then `digests`, then `build`. Between `begin` and the end of `digests`, or of
-    `abandon`, threads of the hash pool read the parameters' memory and files.
+    Call `begin`, then `digests`, and then `build` for the parameters without a resident. From
+    `begin` until `digests` or `abandon` returns, threads of the hash pool read the memory and the
+    files of the parameters.
     """
 
     def __init__(
@@ -191,7 +199,12 @@ class HashBatch:
         self._context.hash_seconds += time.perf_counter() - began
 
     def digests(self) -> list[str]:
-        """Wait for the digests of all candidates; return them in order."""
+        """Wait for the digests of all candidates, and return them in the order of the candidates.
+
+        Raises:
+            ChangedFileError: A file has become shorter.
+            UnreadableFileError: A file cannot be read.
+        """
         began = time.perf_counter()
         self.abandon()  # nobody writes to the slab any more, whatever one of them has met
         try:
@@ -205,14 +218,14 @@ class HashBatch:
         return found
 
     def leaves(self, number: int) -> Sequence[bytes]:
-        """Return the leaf digests of candidate `number`, after `digests` has returned.
+        """Return the leaf digests of candidate `number`. Call it after `digests`.
 
         The result is empty unless the candidate is large and mapped from a file.
         """
         return self._sources[number].leaves or ()
 
     def abandon(self) -> None:
-        """Wait until no thread reads any more."""
+        """Wait until no thread reads memory or files of the batch any more."""
         wait(self._begun.values())
 
     def _results(self) -> list[str]:
@@ -247,10 +260,12 @@ class HashBatch:
         return not may_have_parts(data, context.built, candidate.read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
-        """Build residents for these parameters; return each, and whether this batch built it.
+        """Build residents for `missing`; return each resident, and whether this batch built it.
+
+        If an equal resident was registered meanwhile, that resident is returned instead.
 
         Raises:
-            SharedMemoryError: There is no shared memory for them.
+            SharedMemoryError: There is no shared memory for the residents.
             ChangedFileError: A file changed after it was hashed.
         """
         if self._fill is None:
@@ -294,7 +309,11 @@ def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
 
 
 class SourceBytes:
-    """The bytes of a tensor in memory, and the file range from which it is mapped, if any."""
+    """The bytes of a tensor in memory, and the file range from which the tensor is mapped, if any.
+
+    `leaves` is a list that hashing fills with the leaf digests. It is None unless the tensor is
+    large and mapped from a file.
+    """
 
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
         self.tensor: Final = tensor
@@ -304,7 +323,10 @@ class SourceBytes:
 
     @property
     def misalignment(self) -> int:
-        """The tensor's address modulo 64 bytes. Kernels may round differently by alignment."""
+        """The tensor's address modulo 64 bytes.
+
+        Copies keep it, because a kernel may round differently for another alignment.
+        """
         return self.tensor.data_ptr() % ALIGNMENT
 
     def digest(self, algorithm: str) -> Future[str]:
@@ -317,7 +339,7 @@ class SourceBytes:
         return stream(nbytes, file_range.read, self.leaves)
 
     def copy_into(self, writer: SlabWriter) -> tuple[int, Future[str]]:
-        """Start to copy the bytes into a slab and hash them with BLAKE3.
+        """Start to copy the bytes into the slab of `writer`, and to hash them with BLAKE3.
 
         Returns the offset in the slab and a future of the digest.
 
@@ -344,14 +366,14 @@ class SourceBytes:
 
 
 class SlabFill:
-    """A slab that is being filled with the tensors of one batch, by threads of the hash pool.
+    """A slab that threads of the hash pool fill with the tensors of one batch. For one thread.
 
-    The memory of tensors that were copied and turn out to be resident already is freed by `seal`.
-    For one thread.
+    Some tensors that are copied turn out to be resident already. `seal` frees the memory of their
+    copies.
     """
 
     def __init__(self, sources: Sequence[SourceBytes], copied: Collection[int]) -> None:
-        """Create a slab; `copied` has the indices of the sources that `begin` copies.
+        """Create a slab for `sources`; `copied` has the indices of the sources that `begin` copies.
 
         Raises:
             OutOfMemoryError: There is no memory for the slab.
@@ -366,7 +388,7 @@ class SlabFill:
     def begin(self, begun: dict[int, Future[str]]) -> None:
         """Start to copy and hash the sources; put futures of the digests into `begun`, by index.
 
-        Do not use this object until all of these futures are done.
+        Call no other method until all of these futures are done.
 
         Raises:
             OutOfMemoryError: There is no memory for a copy.
@@ -377,10 +399,11 @@ class SlabFill:
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
         """Seal the slab, and return residents for the sources in `digests`, by index.
 
-        Sources that were not copied yet are copied now.
+        `digests` maps the index of a source to its digest. Sources that were not copied yet are
+        copied now. The memory of copied sources that are not in `digests` is freed.
 
         Raises:
-            OutOfMemoryError: There is no memory for them.
+            OutOfMemoryError: There is no memory for the copies.
         """
         for number in digests:
             if number not in self._starts:

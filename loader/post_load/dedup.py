@@ -80,7 +80,8 @@ class ModuleDedup:
 
     Two parameters of the model never get the same resident, unless the model ties them. Parameters
     passed to `note` are read in the background while the loader continues, so call `settle` or
-    `abandon` before files are closed. No thread may write to the parameters while a method runs.
+    `abandon` before the mapped files in `context` are closed. No thread may write to the parameters
+    while a method runs.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -106,7 +107,10 @@ class ModuleDedup:
             self._claim(each for each in whole.parameters() if id(each) not in mine)
 
     def note(self, name: str) -> None:
-        """Announce that the loader has finished the tensor `name`, which may now be hashed."""
+        """Announce that the loader has finished the parameter `name`, which may now be hashed.
+
+        Nothing happens if `name` is a buffer, is not on the CPU, or was announced before.
+        """
         parameter = _find_parameter(self.model, name)
         if parameter is None or parameter.device.type != "cpu":
             return
@@ -123,7 +127,7 @@ class ModuleDedup:
             self._begin(list(waiting.values()))
 
     def settle(self) -> None:
-        """Share all remaining parameters of the complete model, and fill the ledger."""
+        """Share all remaining parameters, and fill the ledger. The model must be complete."""
         self._waiting.clear()
         self._complete()
         self._forget_replaced()
@@ -139,9 +143,9 @@ class ModuleDedup:
         self._end()
 
     def abandon(self) -> None:
-        """Wait until no thread reads any more; parameters that are not shared yet stay private.
+        """Wait until no thread reads parameters any more; those not shared yet stay private.
 
-        A forked child does not wait, because the threads are its parent's.
+        A forked child does not wait, because only its parent has these threads.
         """
         while self._under_way:
             if os.getpid() == self._process:
@@ -151,7 +155,10 @@ class ModuleDedup:
         self._unchecked.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
-        """Share those of these parameters, given by id, that are private. The model is complete."""
+        """Share those parameters of the model that are private and whose ids are in `parameters`.
+
+        The model must be complete. The ledger is not filled.
+        """
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
         for batch in slab_batches(left, _nbytes, _is_alone):

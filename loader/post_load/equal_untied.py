@@ -1,8 +1,8 @@
 """Assign replicas: choose which of several equal residents each parameter of a model gets.
 
-A resident is a shared tensor in memory. If one model has equal tensors, these must not become one
-memory, so there are several residents with equal bytes, numbered from 0: replicas. The same
-parameter of two models of one kind gets the same replica, in whatever order they are loaded.
+Equal tensors of one model must not have the same memory. So there may be several residents with
+equal bytes, called replicas and numbered from 0. If two models of one kind have a parameter of the
+same name and bytes, it gets the same replica in both, whatever the order in which they are loaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _roots: Final[WeakKeyDictionary[nn.Module, ref[nn.Module]]] = WeakKeyDictionary(
 class ReplicaShare:
     """A parameter that is now a mapping of a resident, and the resident's replica number.
 
-    `made` is True if the resident was built for it, and `before` if it existed before this load.
+    `made` is True if the resident was built for this parameter. `before` is True if the resident
+    existed before this load.
     """
 
     parameter: nn.Parameter
@@ -50,12 +51,19 @@ class ReplicaShare:
 
 
 def note_first_name(resident: Resident, name: str) -> None:
-    """Record the name of the parameter for which a resident was built."""
+    """Record that `resident` was built for the parameter `name`.
+
+    `ReplicaAssigner` then prefers the resident for parameters of this name.
+    """
     _first_names[resident] = name
 
 
 def note_root(root: nn.Module) -> None:
-    """Record `root` as the model to which its modules belong, for `root_module`."""
+    """Record `root` as the model to which its modules belong, for `root_module`.
+
+    A module keeps the model that was recorded earlier, unless that model is a part of `root` or is
+    gone.
+    """
     parts = set(root.modules())
     for part in parts:
         known = _root(part)
@@ -64,10 +72,10 @@ def note_root(root: nn.Module) -> None:
 
 
 def root_module(part: nn.Module) -> nn.Module:
-    """Return the model that `note_root` recorded last for a module.
+    """Return the model that `note_root` has recorded for the module `part`.
 
-    Returns the module itself if there is none or it is gone. A part of a model may be converted by
-    itself, but must share no memory with another part.
+    Returns `part` itself if no model was recorded or the model is gone. A part of a model may be
+    converted by itself, but must share no memory with another part of the model.
     """
     known = _root(part)
     return part if known is None else known
@@ -79,7 +87,11 @@ def _root(part: nn.Module) -> nn.Module | None:
 
 
 class ReplicaAssigner:
-    """The replica numbers that the parameters of one model have taken. For one thread."""
+    """The assigner of replica numbers to the parameters of one model. For one thread.
+
+    A replica number of a resident key is given to one parameter at a time. `taken` has the replicas
+    that parameters of the model use already.
+    """
 
     def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
         self._used: dict[ResidentKey, set[int]] = defaultdict(set)
@@ -87,7 +99,7 @@ class ReplicaAssigner:
             self.claim(key, replica)
 
     def claim(self, key: ResidentKey, replica: int) -> bool:
-        """Take a replica; return False if another parameter of the model has it."""
+        """Take the replica number `replica` of `key`; return False if it was taken before."""
         used = self._used[key]
         if replica in used:
             return False
@@ -95,18 +107,24 @@ class ReplicaAssigner:
         return True
 
     def release(self, key: ResidentKey, replica: int) -> None:
-        """Release a replica, so that another parameter can take it."""
+        """Release a replica, so that another parameter can take it.
+
+        Nothing happens if the replica was not taken.
+        """
         self._used[key].discard(replica)
 
     def claim_first(self, key: ResidentKey) -> int:
-        """Take the lowest replica number that no other parameter has, and return it."""
+        """Take the lowest replica number of `key` that is not taken, and return the number."""
         return next(replica for replica in count() if self.claim(key, replica))
 
     def choose(self, key: ResidentKey, name: str) -> int:
-        """Take a replica for the parameter `name`, and return its number.
+        """Take a replica of `key` for the parameter `name`, and return its number.
 
-        An existing resident that was built for this name is preferred, then any other existing one,
-        then a new number.
+        The replica is chosen in this order:
+
+        1. An existing resident that was built for this name.
+        2. Any other existing resident.
+        3. A number for which there is no resident yet.
         """
         used = self._used[key]
         there = {
@@ -124,10 +142,11 @@ class ReplicaAssigner:
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
     ) -> None:
-        """Exchange replicas between parameters of equal bytes, so that models agree on them.
+        """Exchange replicas between parameters with equal bytes, so that models agree on them.
 
-        A parameter gets the replica that was built for its name, if there is one. The remaining
-        replicas are assigned in the order of `named`.
+        `named` has all parameters of the model by name. `shares` maps the id of a shared parameter
+        to its share, which is updated. A parameter gets the replica that was built for its name, if
+        there is one. The remaining replicas are assigned in the order of `named`.
         """
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:

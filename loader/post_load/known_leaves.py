@@ -1,7 +1,8 @@
 """Build a parameter from equal leaves of other tensors, if its leaf digests are remembered.
 
 A leaf is a part of 2 MiB. Only the leaves that no resident (shared tensor) has are read. This works
-for parameters that the loader has mapped from a file; merged or cast ones were read already.
+for parameters that the loader has mapped from a file. Merged or cast parameters have been read
+already.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ if TYPE_CHECKING:
 
 
 def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
-    """Build a resident from leaves of other residents; read only the remaining leaves.
+    """Build a resident for `candidate` from leaves of other residents; read only the rest.
 
-    Returns None if no resident has a leaf of it, if the parameter is small, or if its leaf digests
-    are not remembered. Pass the result to `HostProvider.enter_known`, and call
-    `HostProvider.end_known` in any case.
+    Pass the result to `HostProvider.enter_known`. Call `HostProvider.end_known` in any case, also
+    after an error.
+
+    Returns None in these cases:
+
+    - No resident has a leaf in common with the parameter.
+    - The parameter is small (below 8 MiB), or its leaf digests are not remembered.
+    - There is no shared memory for the remaining leaves.
 
     Raises:
         StaleHintError: A leaf that was read does not have its remembered digest.
@@ -69,7 +75,11 @@ def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> R
 
 
 def note_leaves(resident: Resident, candidate: DedupCandidate, context: DedupContext) -> None:
-    """Register the leaf digests of a resident, if known from its file, for later look-ups."""
+    """Register the leaf digests of `resident`, so that other tensors can share its leaves.
+
+    The digests are those known from the file of `candidate`. Nothing happens if the resident is
+    small (below 8 MiB), or if the digests are not known.
+    """
     file_range = candidate.file_range
     if file_range is None or resident.nbytes < LEAF_SHARED_FROM:
         return
@@ -97,11 +107,11 @@ def _read(
 def read_leaves(
     nbytes: int, numbers: Sequence[int] | None, read: Fill, write: Write
 ) -> list[tuple[int, int, str]]:
-    """Read leaves of a tensor of `nbytes` bytes; return (start, size, digest) of each.
+    """Read leaves of a tensor of `nbytes` bytes; return (start, size, digest) of each leaf.
 
     `numbers` selects the leaves; None means all. `read(piece, offset)` fills a buffer with bytes of
-    the tensor, which is then passed to `write(piece, offset)`. Both are called from threads of the
-    hash pool, and none of them runs any more when this returns or raises.
+    the tensor, which is then passed to `write(piece, offset)`. Both functions are called from
+    threads of the hash pool. No such call is still running when this function returns or raises.
     """
     places = leaf_places(0, nbytes)
 

@@ -1,9 +1,10 @@
 """The files from which parameters are mapped, and the remembered digests (hints) of their ranges.
 
 If a loader maps a checkpoint without copying, parameters are ranges of a file. Such a range is
-found by its address: the kernel tells which file, by device and inode, is mapped there, and from
-which offset. A hint for the range is then the digest of the parameter, which need not be read if a
-resident (shared tensor) has the same bytes.
+found by its address, because the kernel tells which file (by device and inode) is mapped there, and
+from which offset. If a hint has the digest of the range, this is the digest of the parameter. The
+parameter need not be read if a resident (shared tensor) has the same digest, dtype, shape and
+stride.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class FileRange(NamedTuple):
         return found if len(found) == len(places) else ()
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill a buffer with bytes of the range, from `offset` on. Safe from any thread.
+        """Fill the buffer `into` with bytes of the range, from `offset` on. Safe from any thread.
 
         Raises:
             ChangedFileError: The file has become shorter.
@@ -115,17 +116,23 @@ class MappedFiles:
     """The mapped files that one load has found, kept open until `close`. For one thread."""
 
     def __init__(self, algorithm: str, *, trust: bool) -> None:
-        """Open nothing yet. Without `trust`, hints are written but not used."""
+        """Open nothing yet. `algorithm` is that of the digests to record and to look up.
+
+        Without `trust`, hints are recorded but not used.
+        """
         self._algorithm = algorithm
         self._trust = trust
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
     def range_of(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
-        """Return the file range from which a gap-free tensor is mapped.
+        """Return the file range from which `tensor`, which must have no gaps, is mapped.
 
-        Returns None if the tensor does not lie in a mapped file, or was written to since. `memory`
-        looks up the mappings of this process.
+        `memory` looks up the mappings of this process. Returns None in these cases:
+
+        - The tensor does not lie in a mapped file.
+        - The tensor was written to since it was mapped.
+        - The file is no longer at its path.
         """
         mapped = memory.file(tensor)
         if mapped is None:
@@ -161,10 +168,10 @@ class MappedFiles:
         return _File(fd, mapped.path, identity, time.time_ns(), known)
 
     def prefetch(self, ranges: Iterable[FileRange]) -> None:
-        """Have the kernel read these ranges, and some bytes behind them, into the page cache.
+        """Have the kernel read `ranges`, and some bytes after each, into the page cache.
 
-        Without it, a cold file is read in pieces that are too small for the disk. For a cached file
-        the cost is small.
+        Without this call, a file that is not cached is read in pieces that are too small for the
+        disk. For a cached file the cost is small.
         """
         for each in sorted(ranges, key=lambda each: (id(each.file), each.start)):
             stop = each.start + each.nbytes
@@ -175,7 +182,9 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
-        """Record the computed digest of a range, and the digests of its leaves if given.
+        """Record `digest`, computed for the range `hashed`, and the digests of its leaves if given.
+
+        `finish` stores what was recorded.
 
         Raises:
             StaleHintError: A hint gave another digest. The hints of the file are deleted.
@@ -195,7 +204,7 @@ class MappedFiles:
             hashed.file.learned |= digests_by_place(hashed.start, hashed.nbytes, leaves)
 
     def finish(self) -> None:
-        """Store the recorded digests as hints.
+        """Store the digests that `learn` has recorded as hints.
 
         Raises:
             ChangedFileError: A file has changed since it was opened.

@@ -1,7 +1,8 @@
 """Share the parameters that a loader has put directly on a GPU, or that were moved there.
 
-They are copied to the host for hashing. New ones are then copied on the GPU into shared memory, one
-slab (shared piece of GPU memory) at a time, and their private memory returns to torch's allocator.
+The parameters are copied to the host for hashing. Those without an equal resident (shared tensor)
+are then copied on the GPU into shared memory, one slab (shared piece of GPU memory) at a time. The
+private memory of all shared parameters returns to torch's allocator.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class GpuShare(NamedTuple):
-    """The result for a parameter that is now shared on a GPU.
+    """The account of one parameter that is now shared on a GPU.
 
-    `made` is True if its resident (shared tensor) was built for it, and `before` if the resident
-    existed before this load. `leaf_shared_bytes` of a new resident lie in blocks that existed
-    before.
+    `made` is True if the parameter's resident (shared tensor) was built for it. `before` is True if
+    the resident existed before this load. `leaf_shared_bytes` is the number of bytes of a new
+    resident that lie in pieces of GPU memory from older residents.
     """
 
     made: bool
@@ -50,8 +51,8 @@ class GpuShare(NamedTuple):
 class GpuModuleDedup:
     """The deduplication of one model's parameters on GPUs. For one thread that holds the load lock.
 
-    `shares` has the shared parameters, and `reasons` why others stay private, both by id of the
-    parameter.
+    `shares` maps the id of a shared parameter to its `GpuShare`. `reasons` maps the id of a
+    parameter that stays private to the reason.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -63,9 +64,9 @@ class GpuModuleDedup:
         self._blocks = BlockLog()
 
     def share(self, named: Sequence[NamedParameter]) -> None:
-        """Share those of these parameters that are on a GPU.
+        """Share those parameters in `named` that are on a GPU, and ignore the others.
 
-        No thread may write to the parameters meanwhile.
+        The results are in `shares` and `reasons`. No thread may write to the parameters meanwhile.
         """
         here = [(gpu, item) for item in named if (gpu := DEVICES.at(item[1].device)) is not None]
         here = [(gpu, item) for gpu, item in here if item[1].device.type != "cpu"]

@@ -1,8 +1,8 @@
-"""A record of the memory that parameters had before they were shared.
+"""The memory that parameters had before they were shared.
 
-While a model loads, its parameters are shared one after the other. A later one may turn out to be a
-view of the memory that an earlier one had, as files of `torch.save` allow. The earlier one then
-gets that memory back, and neither is shared.
+While a model loads, its parameters are shared one after the other. A later parameter may turn out
+to be a view of the memory that an earlier parameter had, as files of `torch.save` allow. The
+earlier parameter then gets that memory back, and neither is shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """The memory that a parameter had before it was shared: bytes `start` to `end` of a storage."""
+    """A parameter's view of the storage that the parameter had before it was shared.
+
+    The view lies in the bytes from `start` to `end` of the storage. `offset`, `shape` and `stride`
+    are in elements.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -36,7 +40,7 @@ class ReplacedView:
     stride: tuple[int, ...]
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        """Make the parameter this view of `storage`, its former storage, again."""
+        """Give the parameter this view of `storage` again, which must be its former storage."""
         dtype = param_data(self.parameter).dtype
         data = torch.empty(0, dtype=dtype, device=storage.device)
         set_param_data(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
@@ -51,16 +55,16 @@ class _Storage:
 
 
 class ReplacedStorages:
-    """The memory that the shared parameters of one model had before. For one thread.
+    """The table of the memory that the shared parameters of one model had before. For one thread.
 
-    It does not keep that memory alive.
+    The table does not keep that memory alive.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
 
     def enter(self, parameter: nn.Parameter) -> None:
-        """Record the memory of a gap-free parameter, just before it is shared."""
+        """Record the memory of `parameter`, which must have no gaps, just before it is shared."""
         data = param_data(parameter)
         storage = data.untyped_storage()
         found = self._storages.get(number_of(storage))

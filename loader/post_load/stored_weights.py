@@ -2,7 +2,7 @@
 
 A loader that asks for a tensor gets a mapping of the *resident*, the shared tensor in memory, that
 has its digest. If there is none, the tensor is read from the store, verified, and becomes a
-resident. So `ModuleDedup` finds that the parameters are shared already.
+resident. `ModuleDedup` then finds that the parameters are shared already.
 """
 
 from __future__ import annotations
@@ -48,12 +48,15 @@ if TYPE_CHECKING:
 class StoredWeights:
     """The weights of one stored checkpoint, open for one load until `close`. Safe from any thread.
 
-    `error` is the first error that `tensor` raised, because loaders may wrap or ignore errors.
-    `built` are the residents that this load built.
+    `error` is the first error that `tensor` raised, kept because loaders may wrap or ignore errors.
+    `built` has the residents that were built for this checkpoint.
     """
 
     def __init__(self, config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> None:
-        """Open the checkpoint. Without `trust`, all tensors are read.
+        """Open the stored checkpoint that `checkout` describes.
+
+        `checkout` is a stored checkpoint with the stub folder that the loader sees. Without
+        `trust`, all tensors are read.
 
         Raises:
             StoreError: The checkpoint cannot be read.
@@ -88,7 +91,7 @@ class StoredWeights:
         )
 
     def file(self, path: str | os.PathLike[str]) -> SourceFile:
-        """Open the weights file at a path in the stub folder; it stays open until `close`.
+        """Return the weights file at `path` in the stub folder; it stays open until `close`.
 
         Raises:
             StoreError, FormatError: The file cannot be read.
@@ -103,10 +106,9 @@ class StoredWeights:
         return self._files[path]
 
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
-        """Return tensor `name` of the weights file at `path`, in host memory.
+        """Return the tensor `name` from the weights file at `path`, in host memory.
 
-        It is a copy-on-write mapping of a resident, or a private tensor. The caller may write to
-        it.
+        The result is a mapping of a resident, as `map_shared` makes it, or a private tensor.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.

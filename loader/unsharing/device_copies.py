@@ -1,9 +1,9 @@
-"""Copies of residents on devices, one of each for all models of this process.
+"""Copies of residents on devices; all models of this process share each copy.
 
-A resident is a shared tensor. These copies are ordinary tensors, for devices whose memory cannot be
-mapped read-only (`tensor_dedup.loader.cuda.devices` tells which can). They are not copied on write:
-before a model writes to one in place, it must get private memory
-(`tensor_dedup.loader.unsharing.private`).
+These copies are ordinary tensors, for devices whose memory cannot be mapped read-only
+(`tensor_dedup.loader.cuda.devices` tells for which devices it can). They are not copied on write,
+so a model must get private memory (`tensor_dedup.loader.unsharing.private`) before it writes to a
+copy in place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """A registered copy of a resident on a device. The entry does not keep the copy alive."""
+    """The table entry for one copy of a resident on a device.
+
+    `known` is the key of the resident's replica (one of several equal residents). The entry does
+    not keep the copy alive.
+    """
 
     known: ReplicaKey
     device: torch.device
@@ -45,7 +49,7 @@ class DeviceCopy:
 class DeviceCopies:
     """The table of all device copies, by replica key and device, and by storage.
 
-    It refers to copies weakly. Safe from any thread and after fork.
+    It does not keep the copies alive. Safe from any thread and after fork.
     """
 
     def __init__(self) -> None:
@@ -59,18 +63,20 @@ class DeviceCopies:
         self._lock = threading.Lock()
 
     def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
-        """Return the copy of a replica on a device, or None.
+        """Return the copy on `device` of the replica with the key `known`.
 
-        The copy is freed unless the caller keeps a reference.
+        Returns None if there is no copy in use. The copy is freed unless the caller keeps a
+        reference.
         """
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Register a tensor as the copy of a replica; return whether it was accepted.
+        """Register `tensor` as the copy of the replica `known`; return whether it was accepted.
 
-        It must cover its whole storage and have the key's dtype, shape and stride. Its bytes are
-        not checked.
+        It is accepted if it covers its whole storage and has the dtype, shape and stride in
+        `known.key`. Its bytes are not checked. If the replica had a copy on the same device,
+        `tensor` replaces it in the table.
         """
         storage = tensor.untyped_storage()
         whole = storage.nbytes() == tensor.nbytes
@@ -84,9 +90,9 @@ class DeviceCopies:
         return True
 
     def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
-        """Return the entry of a tensor that is a registered copy, or None.
+        """Return the table entry for `tensor` if it is a registered copy, and otherwise None.
 
-        A view with another dtype, shape or stride is not a registered copy.
+        A view of a copy with another dtype, shape, stride or offset is not a registered copy.
         """
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
             return None
@@ -96,20 +102,20 @@ class DeviceCopies:
         return found if _geometry(tensor) == _geometry_of(found.known.key) else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in the storage of a registered copy."""
+        """Return whether `tensor` is a registered copy or a view of one."""
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
             return False
         return number_of(tensor.untyped_storage()) in self._by_storage
 
     def alive(self) -> Iterator[tuple[DeviceCopy, torch.Tensor]]:
-        """Yield every registered copy that is in use, with its tensor."""
+        """Yield the table entry of every registered copy in use, and the copy as a tensor."""
         for found in list(self._by_key.values()):
             tensor = found.tensor()
             if tensor is not None:
                 yield found, tensor
 
     def __len__(self) -> int:
-        """Return how many entries are in use."""
+        """Return the number of registered copies that are in use."""
         return sum(not found.reference.expired for found in list(self._by_key.values()))
 
     def _forget_the_dead(self) -> None:

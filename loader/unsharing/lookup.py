@@ -1,4 +1,4 @@
-"""Look up which parameters are shared, and which resident or device copy each of them is."""
+"""Look up which parameters are shared, and by which resident or device copy."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 
 def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
-    """Return the resident of each parameter that is a mapping of one and was not written to.
+    """Return the residents of those `parameters` that are mappings of residents.
 
-    The result has the replica key and the resident, by id of the parameter.
+    The result maps the id of a parameter to the replica key and the resident. Parameters that are
+    not mappings, or that were written to, are left out.
     """
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
@@ -39,9 +40,10 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
 
 
 def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """Return, by id of the parameter, the replica key of each parameter that is shared.
+    """Return the replica keys of those `parameters` that are shared.
 
-    Parameters on GPUs and other devices are included.
+    The result maps the id of a parameter to the key. Parameters on GPUs and other devices are
+    included. Parameters that are not shared are left out.
     """
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_of(every).items()}
@@ -60,12 +62,12 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a mapping of any resident, even if written to."""
+    """Return whether `tensor` is a mapping of any resident, even if it was written to."""
     return _place(tensor) is not None
 
 
 def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
-    """Return whether a tensor is a mapping of this resident, even if written to."""
+    """Return whether `tensor` is a mapping of `resident`, even if it was written to."""
     return _place(tensor) == resident.place
 
 

@@ -1,9 +1,11 @@
 """Memory that is shared without copy-on-write, and private copies of it for writers.
 
 An ordinary mapping of a resident (shared tensor) needs no private copy, because the kernel copies a
-page when it is written. Three kinds of memory need one: residents on a GPU, where a write makes the
-GPU unusable for the process; copies on other devices, where other models would see the write; and
-mappings made under TENSOR_DEDUP_READ_ONLY=1, where a write ends the process.
+page when it is written. Three kinds of memory need a private copy before a write:
+
+- Residents on a GPU, where a write makes the GPU unusable for the process.
+- Copies on other devices, where other models would see the write.
+- Mappings made under `TENSOR_DEDUP_READ_ONLY=1`, where a write ends the process.
 """
 
 from __future__ import annotations
@@ -37,22 +39,26 @@ READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
 
 
 def read_only() -> bool:
-    """Return whether TENSOR_DEDUP_READ_ONLY=1 is set: residents are then mapped read-only.
+    """Return whether residents are mapped read-only, as `TENSOR_DEDUP_READ_ONLY=1` requests.
 
-    A write to one ends the process, which helps to find the code that writes.
+    A write to a resident then ends the process, which helps to find the code that writes.
     """
     return os.environ.get(READ_ONLY_VARIABLE) == "1"
 
 
 def map_shared(resident: Resident) -> torch.Tensor:
-    """Map a resident for a model: copy-on-write, or read-only if `read_only` returns True."""
+    """Map `resident` for a model, and return it as a tensor.
+
+    The mapping is copy-on-write, or read-only if `read_only` returns True.
+    """
     return resident.map(writable=not read_only())
 
 
 def needs_private_copy(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor must get private memory before it is written to.
+    """Return whether `tensor` must get private memory before it is written to.
 
-    Otherwise other models would see the write, or it would end the process or its use of the GPU.
+    If so, a write without private memory would be seen by other models, or would end the process or
+    its use of the GPU.
     """
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
@@ -65,10 +71,11 @@ def needs_private_copy(tensor: torch.Tensor) -> bool:
 
 
 def make_private(tensors: Iterable[torch.Tensor]) -> int:
-    """Give private memory to each tensor that `needs_private_copy`; return the bytes copied.
+    """Give private memory to those `tensors` that need it before a write; return the bytes copied.
 
-    Tensors remain the same objects with the same values, and those that share a storage still do.
-    On the CPU addresses do not change. No other thread may use the tensors meanwhile.
+    These are the tensors for which `needs_private_copy` returns True. Each remains the same object
+    with the same values, and tensors that share a storage still share one. On the CPU, addresses do
+    not change. No other thread may use the tensors meanwhile.
     """
     own = PrivateCopies()
     for tensor in tensors:
@@ -78,11 +85,13 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def make_private_in_place(tensor: torch.Tensor) -> int:
-    """Make the shared GPU memory of a tensor private at its address; return the bytes copied.
+    """Make the shared GPU memory of `tensor` private at its address; return the bytes copied.
 
-    The whole mapping becomes private, and with it other tensors in it. Returns 0 if the tensor is
-    not in shared GPU memory, or if the memory cannot be replaced at its address (then use
-    `PrivateCopies`). Waits for all work of the GPU.
+    The whole mapping becomes private, and with it the memory of other tensors in the mapping. The
+    call waits until the GPU has finished its work.
+
+    Returns 0 if the tensor is not in shared GPU memory, or if the memory cannot be replaced at its
+    address. In the second case, use `PrivateCopies`.
     """
     try:
         return _replaced_in_place(tensor)
@@ -92,13 +101,14 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
 
 
 def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
-    """Make the shared GPU memory of these tensors private in place; return the bytes copied.
+    """Make the shared GPU memory of `tensors` private in place; return the bytes copied.
 
-    Addresses do not change, so captured graphs stay valid.
+    Addresses do not change, so captured graphs stay valid. Tensors that are not in shared GPU
+    memory are left as they are.
 
     Raises:
-        OutOfMemoryError: Some memory could not be copied. No address and no value has changed,
-            but some of the memory may be private already.
+        OutOfMemoryError: Some memory could not be copied. No address and no value has changed, but
+            some of the memory may be private already.
     """
     done = 0
     try:
@@ -141,7 +151,8 @@ def _replaced_in_place(tensor: torch.Tensor) -> int:
 class PrivateCopies:
     """Private copies of shared storages, one for each storage. For one thread.
 
-    `nbytes` is the number of bytes copied. On the CPU, a copy replaces the mapping at its address.
+    `nbytes` is the number of bytes copied so far. On the CPU, a private copy replaces the shared
+    mapping at the same address.
     """
 
     def __init__(self) -> None:
@@ -150,9 +161,9 @@ class PrivateCopies:
         self.nbytes = 0
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Give a tensor private memory: its part of the copy of its storage.
+        """Give `tensor` private memory: the tensor's part of the private copy of its storage.
 
-        The tensor remains the same object.
+        The tensor remains the same object. Tensors of one storage get parts of the same copy.
         """
         data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):

@@ -29,9 +29,9 @@ from tensor_dedup.loader.unsharing.private import (
 class ResidentCheck:
     """The result of `verify`: the number of residents (shared tensors) and bytes that were hashed.
 
-    `mismatches` has the digests of residents whose bytes have changed. `not_verifiable` names
-    packed weights (by layer key) and tensors that were cast on their device, which cannot be
-    compared with a digest.
+    `mismatches` has the digests of residents whose bytes have changed. `not_verifiable` names what
+    cannot be compared with a digest: packed weights, by layer key, and tensors that were cast on
+    their device, by device and digest.
     """
 
     residents: int
@@ -45,7 +45,7 @@ class ResidentCheck:
         return not self.mismatches
 
     def __str__(self) -> str:
-        """Return one line for people, and another for each resident whose bytes have changed."""
+        """Return a one-line summary, and a line for each resident whose bytes have changed."""
         lines = [
             f"{self.residents} residents of {self.nbytes} bytes hashed again: "
             + ("all as they were" if self.ok else f"{len(self.mismatches)} DIFFER"),
@@ -57,10 +57,10 @@ class ResidentCheck:
 
 
 def verify() -> ResidentCheck:
-    """Hash every resident (shared tensor) of this process again, and compare the digests.
+    """Hash every resident (shared tensor) of this process again, and compare with its digest.
 
     Tensors on GPUs and other devices are copied to the host for hashing, one by one. Packed weights
-    are listed in the result, but cannot be read. Safe from any thread.
+    cannot be read, so the result only lists them. Safe from any thread.
     """
     unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
@@ -97,10 +97,13 @@ def unshare(target: object) -> int:
     """Give a model private memory for everything it shares; return the bytes copied.
 
     `target` is an engine that runs in this process (`LLM`), a module, or a pipeline with a dict of
-    `components`. On the CPU, addresses do not change, so compiled code stays valid. On a GPU,
-    memory is replaced at its address if possible, so captured graphs stay valid; otherwise, and on
-    other devices, addresses change, but never those of an engine on a GPU. Packed weights are never
-    written and stay shared. No other thread may use the model meanwhile.
+    `components`. No other thread may use the model meanwhile.
+
+    - On the CPU, addresses do not change, so compiled code stays valid.
+    - On a GPU, memory is replaced at its address if possible, so captured graphs stay valid. If it
+      is not possible, an engine raises `OutOfMemoryError`, and other models get new addresses.
+    - On other devices, addresses change.
+    - Packed weights are never written, so they stay shared.
 
     Raises:
         UnsupportedError: `target` is something else.
@@ -119,24 +122,24 @@ def unshare(target: object) -> int:
 
 
 def leave_gpus(model: nn.Module) -> int:
-    """Make all memory that a model shares on GPUs private in place; return the bytes copied.
+    """Make all memory that `model` shares on GPUs private in place; return the bytes copied.
 
     Call it before the model is written to, because GPU memory is not copied on write. Host memory
     stays shared.
 
     Raises:
-        OutOfMemoryError: There is no memory for the copies. The model has the values and
-            addresses that it had, and must not be written.
+        OutOfMemoryError: There is no memory for the copies. The model's values and addresses are
+            unchanged. Do not write to the model.
     """
     return require_private_in_place([*model.parameters(), *model.buffers()])
 
 
 def let_go_of_written(model: nn.Module) -> int:
-    """Give private memory to parameters and buffers that were written to while shared.
+    """Give private memory to the parameters and buffers that were written to while shared.
 
     Returns the bytes copied. Copy-on-write has hidden the writes from other models, but the mapping
-    of a written tensor still keeps its slab in memory; this releases it. Only tensors on the CPU
-    are concerned. No thread may write to the model meanwhile.
+    of a written tensor still keeps its slab in memory. This function releases the slab. Tensors on
+    other devices than the CPU are left as they are. No thread may write to the model meanwhile.
 
     Raises:
         OutOfMemoryError: There is no memory for the copies.
