@@ -90,16 +90,16 @@ def test_help_lists_verbs_with_whole_sentences() -> None:
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[terminal.Terminal]:
-    with terminal.terminal(tmp_path_factory.mktemp("terminal"), {}) as commands:
-        yield commands
+def at_terminals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[terminal.Terminal]:
+    with terminal.terminal(tmp_path_factory.mktemp("terminal"), {}) as made:
+        yield made
 
 
 @pytest.mark.parametrize("verb", [[], ["runs"], ["remote"]])
-def test_no_verb_shows_the_help_as_it_is(commands: terminal.Terminal, verb: list[str]) -> None:
+def test_no_verb_shows_the_help_as_it_is(at_terminals: terminal.Terminal, verb: list[str]) -> None:
     for width in (None, 60, 80):
-        helped = commands.run(*verb, "--help", width=width)
-        shown = commands.run(*verb, width=width)
+        helped = at_terminals.run(*verb, "--help", width=width)
+        shown = at_terminals.run(*verb, width=width)
         assert (shown.status, helped.status, shown.out) == (2, 0, "")
         assert shown.err == helped.out
         assert "\n  list " in shown.err

@@ -72,7 +72,7 @@ def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
     assert wire.remote.verify(full=True).fine
 
 
-@pytest.mark.parametrize("reused", [4, 8])
+@pytest.mark.parametrize("reused", [8, pytest.param(4, marks=pytest.mark.long)])
 def test_a_push_that_relies_on_a_few_of_many_containers_lists_them(
     tmp_path: Path, wire: Wire, reused: int
 ) -> None:
@@ -369,7 +369,16 @@ def test_an_old_answer_that_the_base_is_there_is_not_believed(scene: Scene) -> N
     server.close()
 
 
-@pytest.mark.parametrize("now", ["the base has gone", "the base has come"])
+@pytest.mark.parametrize(
+    ("scene", "now"),
+    [
+        ("short", "the base has gone"),
+        ("whole", "the base has come"),
+        pytest.param("short", "the base has come", marks=pytest.mark.long),
+        pytest.param("whole", "the base has gone", marks=pytest.mark.long),
+    ],
+    indirect=["scene"],
+)
 def test_one_old_answer_of_any_request_loses_nothing(scene: Scene, now: str) -> None:
     """The remote was a lease ago what it is not any longer."""
     scene.full.push(Remote(scene.start), "other")
