@@ -82,7 +82,8 @@ class Bench:
     def serving(self) -> Iterator["Serving"]:
         """A manager for the length of the context."""
         base = self.work / "m.sock"
-        program, environment = _REAL_MANAGER, dict(os.environ)
+        program: tuple[str, ...] = _REAL_MANAGER
+        environment = dict(os.environ)
         if self.rehearsal:
             program = (str(_FAKE_MANAGER),)
             environment["PYTHONPATH"] = os.pathsep.join([str(_SUPPORT), *sys.path])
