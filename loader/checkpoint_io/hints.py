@@ -101,8 +101,8 @@ class _UnusableIndexError(TensorDedupError):
 class FileIdentity:
     """The identity of an open file: device, inode, size, mtime and ctime.
 
-    On a trusted file system, a file whose identity is the same at two moments at least 2 s apart
-    was not modified between them.
+    On a trusted file system, a file was not modified between two looks at equal identities if its
+    mtime and ctime lie at least 2 s before the first look.
     """
 
     device: int

@@ -400,7 +400,8 @@ class LocalDevice:
     def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
         """Return the resident with this `key` and replica number, or None.
 
-        `copy` is the replica number. The resident is freed unless the caller keeps a reference.
+        `copy` is the replica number. The table keeps no reference to the resident, so the caller
+        must.
         """
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)

@@ -75,9 +75,9 @@ class KnownContents:
     def build(self, recipe: str, provider: HostProvider, reader: SourceReader) -> Resident | None:
         """Build a resident from parts of other residents, and read only the remaining parts.
 
-        Returns None if no resident has a part of the tensor. Pass the result to
-        `HostProvider.enter_known`, and call `HostProvider.end_known` in any case, also after an
-        error.
+        Returns None if no resident has a part of the tensor, the manager refuses, or this process
+        has too many mappings. Pass the result to `HostProvider.enter_known`, and call
+        `HostProvider.end_known` in any case, also after an error.
 
         Raises:
             StaleHintError: A part that was read does not have its remembered digest.

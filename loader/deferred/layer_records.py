@@ -34,7 +34,7 @@ class SourceLocation:
     """The place from which a source tensor was read: file, identity of the file, and byte range.
 
     `reread` opens the tensor for reading again if it was read from a store. It is None if the
-    tensor was read from the file at `path`.
+    checkpoint has a file at `path`.
     """
 
     path: Path

@@ -322,8 +322,9 @@ class StorageRange(NamedTuple):
 def parts_of(view: View) -> list[StorageRange]:
     """Return the ranges that the writes behind `view` fill, in order, without gap or overlap.
 
-    `view` covers its whole storage. If the writes leave a gap or overlap, the result is one range:
-    the whole storage.
+    `view` covers its whole storage. The result is one range, the whole storage, if the writes leave
+    a gap or overlap, if there are fewer than two, or if one is not contiguous or does not overwrite
+    its target.
     """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]

@@ -73,10 +73,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class Tracer:
     """The tracer of one load, with all its deferred storages. For one thread.
 
-    `evaluate` computes a view as a real CPU tensor, for operations that depend on data. `device` is
-    the model's device. If loading code creates a tensor on the "meta" device of a deferred
-    parameter, the tensor is created on `device` instead. `data_reads` names the operations that
-    were executed because they depend on data.
+    `evaluate` computes a view as a real CPU tensor, for operations that depend on data. If loading
+    code creates a tensor on the "meta" device of a deferred parameter, the tensor is created on
+    `device` instead; vLLM's loads pass the CPU, also for a model on a GPU. `data_reads` names the
+    operations that were executed because they depend on data.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
@@ -162,7 +162,7 @@ class Tracer:
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with the model's device in place of `device="meta"`, if that is given."""
+        """Return `kwargs` with the tracer's `device` in place of `device="meta"`, if given."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return kwargs

@@ -37,7 +37,7 @@ def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> R
     Pass the result to `HostProvider.enter_known`. Call `HostProvider.end_known` in any case, also
     after an error.
 
-    Returns None in these cases:
+    Returns None where nothing is to be gained or allowed, for example in these cases:
 
     - No resident has a leaf in common with the parameter.
     - The parameter is small (below 8 MiB), or its leaf digests are not remembered.

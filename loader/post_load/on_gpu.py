@@ -39,8 +39,8 @@ class GpuShare(NamedTuple):
     """The account of one parameter that is now shared on a GPU.
 
     `made` is True if the parameter's resident (shared tensor) was built for it. `before` is True if
-    the resident existed before this load. `leaf_shared_bytes` is the number of bytes of a new
-    resident that lie in pieces of GPU memory from older residents.
+    the resident existed before it was asked for. `leaf_shared_bytes` is the number of bytes of a
+    new resident that lie in pieces of GPU memory from older residents.
     """
 
     made: bool

@@ -142,6 +142,7 @@ def build_from_leaves(
     `read` are passed on.
 
     Raises:
+        UnsupportedError: The tensor cannot be shared (see `sharable`).
         MappingLimitError: This process has too many mappings already.
         OutOfMemoryError: There is no memory or descriptor for the leaves that are copied.
     """
@@ -187,7 +188,7 @@ def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None)
     """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
     A mark is the hash of the first memory page of a leaf, the offset of the leaf, and the dtype,
-    stride and row shape of the tensor. There are 8 to 15 marks, or one for each leaf if the tensor
+    stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf if the tensor
     has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes. `read` is as for
     `build_from_leaves`.
     """

@@ -99,8 +99,8 @@ class LentInParts(Resident):
         """Describe the tensor `key`, which consists of `parts` of the tensors of `leases`.
 
         Raises:
-            SlabUsageError: A part exceeds its lease, parts do not meet at page boundaries, or their
-                total size is not that of the key.
+            SlabUsageError: There are no parts, a part is of no lease or exceeds its lease, parts do
+                not meet at page boundaries, or their total size is not that of the key.
         """
         if not parts:
             raise SlabUsageError(f"no parts for a tensor of {key.digest}", digest=key.digest)

@@ -156,8 +156,9 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 class ManagerSession(Generic[Request, Held]):
     """One load's requests to one memory manager. For one thread; sessions may share a client.
 
-    Look-ups and puts raise MemoryManagerError. The load then continues without the manager. A
-    leased tensor that does not fit its key counts as missing, and `unusable` has the first reason.
+    Look-ups and puts raise MemoryManagerError. After a RefusedError the tensors stay private, and
+    later look-ups go on; after any other error the load continues without the manager. A leased
+    tensor that does not fit its key counts as missing, and `unusable` has the first reason.
     """
 
     def __init__(

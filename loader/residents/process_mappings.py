@@ -29,7 +29,7 @@ class FileMapping(NamedTuple):
     """A memory mapping: its address range, the mapped file, and the offset in the file.
 
     `device` is written as by the kernel ("fe:00"). `device` and `inode` identify the file; another
-    file may lie at `path` by now. `common` is True if other processes can write to the memory.
+    file may lie at `path` by now. `common` is True if this mapping is shared and writable.
     """
 
     start: int

@@ -56,8 +56,8 @@ class Registry:
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
         """Return the resident with this `key` and replica number, or None.
 
-        `copy` is the replica number: equal tensors of one model are separate replicas. The resident
-        is freed unless the caller keeps a reference.
+        `copy` is the replica number: equal tensors of one model are separate replicas. The registry
+        keeps no reference to the resident, so the caller must.
         """
         return self._residents.get((key, copy))
 

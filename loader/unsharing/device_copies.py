@@ -65,8 +65,8 @@ class DeviceCopies:
     def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
         """Return the copy on `device` of the replica with the key `known`.
 
-        Returns None if there is no copy in use. The copy is freed unless the caller keeps a
-        reference.
+        Returns None if there is no copy in use. The table keeps no reference to the copy, so the
+        caller must.
         """
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()

@@ -215,8 +215,8 @@ class Helper:
         helper uses, as `module:class`, or "" for NVIDIA's driver.
 
         Raises:
-            DeviceError: There is no such GPU, or the helper does not answer.
-            NoMemoryError: The GPU has no room for a context.
+            DeviceError: There is no such GPU, it has no room for a context, or the helper does not
+                answer.
         """
         self._lock = threading.Lock()
         self._unsent: deque[int] = deque()

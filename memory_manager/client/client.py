@@ -93,7 +93,7 @@ class _Session(NamedTuple):
 class LayerFound:
     """A published layer: its record, and a lease on each of its tensors.
 
-    The leases are in the order in which the record refers to the tensors.
+    The leases are in the order of the digests with which the layer was published.
     """
 
     record: bytes
@@ -117,6 +117,7 @@ def connect(
     Raises:
         ManagerGoneError: No manager answers; load into private memory instead.
         UnsafeSocketError: The socket or its folder does not belong to this user alone.
+        RefusedError, ProtocolError: The manager refuses the connection, or is no manager.
     """
     auto = os.fspath(where) == AUTO
     beside = paths.socket_path(None if auto else where)
@@ -149,6 +150,7 @@ def start_manager(path: Path, device: str = "", budget: int | None = None) -> bo
 
     Raises:
         ManagerGoneError: The manager does not start.
+        UnsafeSocketError: The folder of the socket does not belong to this user alone.
     """
     command = [
         sys.executable, "-m", _SERVER, "--detach",
@@ -301,8 +303,9 @@ class Client:
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
         """Mark leases as held by a sleeping engine or, with `asleep=False`, by a woken one.
 
-        Return for each lease whether another client that is awake also holds the tensor. The leases
-        keep their tensors in either case.
+        Return for each lease whether its tensor is in use awake: by an unmarked lease of any
+        client, or by a put. With `asleep=False`, all results are True. The leases keep their
+        tensors in either case.
 
         Raises:
             RefusedError: The code is "not_resident" if the manager does not know one of the leases,
@@ -455,13 +458,14 @@ class Client:
         no record before.
 
         Raises:
-            RefusedError: Another client is building the layer of a key, a tensor is not leased, or
-                the manager has no memory left for records.
+            RefusedError: Another client is building the layer of the first key (other keys that are
+                being built are left out), a tensor is not leased, or the manager has no memory left
+                for records.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
-        """Note a layer record, so that `reconnect` publishes it again with the next manager.
+        """Note a layer record whose tensors are leased, for `reconnect` to publish it again.
 
         Return those keys that were not noted with this record before.
         """

@@ -71,7 +71,7 @@ class NewLayer:
     """A layer to be published: its record, and its tensors.
 
     The manager does not interpret `record`. `also` has further layer keys that will lead to the
-    layer.
+    layer, unless they have a record already or are being built.
     """
 
     record: bytes
@@ -94,8 +94,9 @@ class PutLayer:
 class PutResult:
     """The result of `Client.put`.
 
-    The caller keeps all layers that are not in `layers` in private memory; the other fields say
-    why.
+    The caller keeps all layers that are not in `layers` in private memory. The other fields say
+    why, except for a layer that was published with another record or other digests, or was given up
+    after repeated attempts.
 
     * `layers` has the layers that are now in the manager's memory.
     * `error` is the error that ended the call, or None.
@@ -137,8 +138,9 @@ class Put:
     needed. Used as a context manager, the put abandons at its end the layers that were not
     published. Only one thread at a time may use it.
 
-    Every method raises RefusedError with the code "stale_put" if this put was silent for too long
-    and another client has taken it over. The caller then builds in private memory.
+    `allocate`, `seal`, `publish` and `build` raise RefusedError with the code "stale_put" if this
+    put was silent for too long and another client has taken it over. The caller then builds in
+    private memory.
     """
 
     def __init__(
@@ -282,7 +284,8 @@ class Put:
     def progress(self) -> None:
         """Tell the manager that the build goes on. Safe from any thread.
 
-        It may be called often, because only a few calls in each second send a message.
+        It may be called often, because only a few calls in each second send a message. Raises
+        ManagerGoneError if the manager does not answer.
         """
         now = time.monotonic()
         if now - self._reported > _REPORT_EVERY_S:

@@ -56,7 +56,8 @@ class _Index(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class PublishedStateDict:
     """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
 
-    `nbytes` is the size of all storages, `written_bytes` the size of those that the manager lacked.
+    `nbytes` is the size of all storages, `written_bytes` that of the layers (up to 128 storages
+    each) of which this call wrote at least one storage.
     """
 
     name: str
@@ -104,7 +105,8 @@ class StateDictClient:
 
         Raises:
             ConfigError: The name is not valid, or another state dict has it.
-            UnsupportedError: A value is not a dense tensor in host memory.
+            UnsupportedError: A value is not a plain dense tensor in host memory: subclasses of
+                Tensor but Parameter and Buffer, and quantized tensors, are refused.
             MemoryManagerError: The manager does not answer, or has no room.
         """
         _check_name(name)

@@ -221,7 +221,8 @@ class Core:
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
         """Take over the pins and layer records of the last manager, before any client connects.
 
-        A record can be looked up as soon as `inherit` has brought back all its tensors.
+        A record can be looked up when all its tensors have been hashed (`hashed`), unless a client
+        is building its key by then.
         """
         reclaim.expect(self._state, records, pins)
 
@@ -238,7 +239,8 @@ class Core:
         `spans` and `checkpoints` describe the tensors in the slab, in the same order.
 
         Raises:
-            RefusedError: There is no room for the slab.
+            RefusedError: There is no room for the slab or its descriptor, or `spans` do not fit
+                into it.
         """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()

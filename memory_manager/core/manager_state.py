@@ -58,7 +58,7 @@ class PutState:
 
     * `number` is never used again, so messages about an earlier put are recognised.
     * `spans` has the offset, size and announced digest ("" if unknown) of each tensor in the slab.
-    * `held` are the residents that the put has made.
+    * `held` are the residents of the put's tensors, also those that existed before.
     * `progress` is the time of the builder's last message.
     * `cost` is the memory that the manager needs to remember the put, in bytes.
     """

@@ -230,8 +230,9 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 class Undo:
     """A context manager that undoes the added steps, last first, unless `keep` was called.
 
-    Use it in one thread only. If a step fails, the others are still undone. The error of the failed
-    step is added as a note to the error that ended the block, or logged if there is none.
+    Use it in one thread only. If a step fails with a BackendError, the others are still undone. The
+    error of the failed step is added as a note to the error that ended the block, or logged if
+    there is none.
     """
 
     def __init__(self) -> None:

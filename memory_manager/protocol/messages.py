@@ -82,7 +82,7 @@ class LayerHit(WirePart, frozen=True):
 class Hello(Message, frozen=True):
     """The first message of a client.
 
-    `name` is shown to people. It has the client's program, model and rank.
+    `name` is shown to people. A load gives the names of its program and process.
     """
 
     name: Name
@@ -144,9 +144,9 @@ class Seal(Message, frozen=True):
 class Publish(Message, frozen=True, omit_defaults=True):
     """Make a key lead to a layer record, whose tensors are resident.
 
-    If `put` is 0, the key need not be reserved; clients use this to publish a record again with a
-    new manager. `also` has further keys that will lead to the record, except keys that are being
-    built.
+    If `put` is 0, the key need not be reserved; clients use this, for example, to publish a record
+    again with a new manager. `also` has further keys that will lead to the record, except keys that
+    are being built.
     """
 
     put: Number
@@ -183,7 +183,7 @@ class Release(Message, frozen=True):
 class StandBy(Message, frozen=True):
     """Mark leases as held by an engine that sleeps, or by one that has woken.
 
-    The reply says who else uses the tensors. A lease keeps its tensor in either case.
+    The reply says which of the tensors are in use awake. A lease keeps its tensor in either case.
     """
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
@@ -325,7 +325,7 @@ class Waited(Message, frozen=True):
 
 
 class StoodBy(Message, frozen=True):
-    """The answer to StandBy: whether another client that is awake holds each lease's tensor."""
+    """The answer to StandBy: whether an unmarked lease, or a put, holds each lease's tensor."""
 
     awake: list[bool]
 

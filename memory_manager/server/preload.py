@@ -43,7 +43,7 @@ class Preload:
     """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
-        """Check that the checkpoints can be loaded; `start` begins to load them.
+        """Check that the packages for loading are installed; `start` begins to load.
 
         Raises:
             NotInstalledError: vLLM is not installed or, for NAME=PATH, torch is not.

@@ -74,8 +74,9 @@ class _Job:
 class SlabJobs:
     """The jobs of one manager, and the threads that run them.
 
-    Call the methods in the event loop's thread. `client` is the number of the client's process,
-    because the processes take turns, however many connections each has.
+    Call the methods in the event loop's thread; only `allocate` and `ring` are safe from any
+    thread. `client` is the number of the client's process, because the processes take turns,
+    however many connections each has.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:

@@ -72,8 +72,9 @@ Before = Callable[..., Iterable[torch.Tensor]]
 def install() -> None:
     """Wrap all known functions that write to parameters in place. Idempotent.
 
-    The wrappers give the parameters private memory first. Functions in a module that is not
-    imported yet are wrapped when it is imported.
+    The wrappers give the parameters private memory first. Only the wrapper for
+    torch.distributed.checkpoint raises UnsupportedError instead: call `unshare` before
+    `state_dict()`. Functions in a module that is not imported yet are wrapped when it is imported.
     """
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)

@@ -107,8 +107,9 @@ def move(target: object, device: object, config: object = None) -> None:
     """Move `target`, a pipeline or module, to `device` like `.to(device)`, and share its tensors.
 
     If another model has an equal tensor on that device, that tensor is used and nothing is copied.
-    Private tensors in host memory are shared, as by `sweep`; private tensors on other devices stay
-    private. `config` defaults to the configuration set by `enable`.
+    Private tensors in host memory, and on GPUs whose memory can be shared, are shared as by
+    `sweep`; those on other devices stay private. `config` defaults to the configuration set by
+    `enable`.
 
     On a device other than the CPU, shared memory must not be written in place. peft,
     `load_state_dict`, textual inversion and optimizers get private memory before they write. Call

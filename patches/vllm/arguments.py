@@ -67,8 +67,8 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
     `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed,
     and its other keys are kept in the result.
 
-    * If `value` is None, arguments without this package's load format are returned unchanged, and
-      so is the result of an earlier call.
+    * If `value` is None, arguments without this package's load format are returned with equal
+      values, and so is the result of an earlier call.
     * If the configuration is disabled, the result is what vLLM would get without this package.
 
     Raises:
@@ -176,7 +176,8 @@ def patch(arg_utils: ModuleType) -> None:
     """Add the argument `tensor_dedup` to vLLM's classes of engine arguments. Idempotent.
 
     `arg_utils` is the module vllm.engine.arg_utils. In a version of vLLM that is not supported, the
-    classes still accept the argument, but log a warning once and load without sharing.
+    classes still accept the argument, but log a warning once and load without sharing;
+    `frozen_base` and `store://` raise UnsupportedError there.
     """
     matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):

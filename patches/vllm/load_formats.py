@@ -41,7 +41,7 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:
-    """Return vLLM's own loader for `load_format`, or None if the default loader reads it."""
+    """Return a loader based on vLLM's for `load_format`, or None if the default loader reads it."""
     if load_format not in OWN:
         return None
     # Here, because an older vLLM may lack what hardly anybody asks for.

@@ -136,8 +136,9 @@ class PackedGemm(KeyedLayer):
         """Let vLLM pack the weight, and register the result under `key`.
 
         If a weight with equal bytes has been packed under another key, its packed form is used
-        instead. If vLLM drops the unpacked weight after packing, that weight is made in scratch
-        memory. A packed form that other layers cannot use is not registered.
+        instead, except with `verify_bytes`. If vLLM drops the unpacked weight after packing, that
+        weight is made in scratch memory. A packed form that other layers cannot use is not
+        registered.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight

@@ -26,8 +26,8 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
     """Load the checkpoint `path` in an engine, and pin its tensors in the manager at `socket`.
 
-    `engine_args` are further arguments of vLLM's engine. Return None, or the reason if nothing
-    could be pinned.
+    `engine_args` are further arguments of vLLM's engine. Return None, or a reason if nothing was
+    pinned, or if tensors of every loaded model were left out. Tensors that were pinned stay pinned.
     """
     from vllm import LLM
 

@@ -232,7 +232,8 @@ class ProcessedLayer:
         """Give each parameter private memory with its content, so that vLLM can process the layer.
 
         `made` maps names to tensors that were computed already. Each of them is removed from
-        `made`, and its scratch memory returned, as soon as it is copied.
+        `made`, and its scratch memory returned, as soon as it is copied, except for parameters that
+        share a storage.
         """
         session = self.context.session
         for name, each in self.deferred.items():

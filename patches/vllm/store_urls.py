@@ -26,8 +26,8 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
     """Replace the model `store://NAME` in `arguments` by a folder that stands for the checkpoint.
 
     The engine arguments must already have this package's load format. The place of the checkpoint's
-    tensors is added to `model_loader_extra_config`. If a remote is configured, tensors that the
-    store lacks are pulled from the remote first.
+    tensors is added to `model_loader_extra_config`. If the store does not have the checkpoint and a
+    remote is configured, the checkpoint is pulled first.
 
     Raises:
         StoreError: There is no such checkpoint in the store or remote, or it is damaged.
@@ -66,7 +66,8 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 def refuse_unresolved(original: _Engine) -> _Engine:
     """Wrap EngineArgs.create_engine_config: it raises ConfigError for a model `store://NAME`.
 
-    The model still has that name only if `tensor_dedup` was not among the arguments.
+    The model still has that name only if `tensor_dedup` was not among the arguments, or was
+    disabled.
     """
 
     @functools.wraps(original)
