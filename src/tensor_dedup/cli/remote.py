@@ -1,4 +1,4 @@
-"""`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage or in other stores."""
+"""`tensor-dedup push`, `pull` and `remote`: checkpoints in buckets, folders and web servers."""
 
 import math
 import os

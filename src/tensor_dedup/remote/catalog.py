@@ -122,7 +122,7 @@ class Trash(msgspec.Struct, frozen=True):
 
     `condemned` maps the key of an object to the time at which the object was condemned. `deleting`
     maps a key to one time for each gc that is deleting the object. Times are in seconds of the
-    server's clock; a time of 0 in `condemned` means that a container was found damaged.
+    server's clock; a time of 0 in `condemned` means that an object was found damaged or missing.
     """
 
     condemned: dict[str, int]
@@ -625,7 +625,7 @@ def _without_segments(bucket: Bucket) -> Catalog:
 
 
 def is_damage_noted(bucket: Bucket) -> bool:
-    """Return whether the catalog notes that a container was found damaged or missing.
+    """Return whether the catalog notes that an object was found damaged or missing or missing.
 
     This takes one request, or two if anything is condemned. Returns False if the head or the list
     of condemned objects cannot be read.

@@ -107,7 +107,7 @@ def told(text: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """Return an obstore error message on one line, shortened, with all credentials removed."""
+    """Return an obstore message on one short line, without what looks like a credential."""
     text = told(text)
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRETS.search(name):

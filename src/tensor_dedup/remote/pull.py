@@ -260,8 +260,8 @@ def pull(
     * `seen` has the digests of pieces that earlier results count. The result does not count these
       pieces again, and the digests of this checkpoint's pieces are added. So a piece that several
       steps of a run share is counted once.
-    * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
-      the pull fails before anything is transferred.
+    * `lost` has the pieces that earlier pulls could not get; those that this one cannot get are
+      added. If the checkpoint needs one of them, the pull fails before anything is transferred.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.

@@ -54,7 +54,7 @@ class Relative:
 
 
 def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) -> list[Relative]:
-    """Return the checkpoints of a store that share some of these manifest pages.
+    """Return the checkpoints of a store that share at least three of these pages.
 
     The checkpoint that shares the most pages comes first. Among checkpoints that share equally
     many, the one with the oldest reference comes first, since it may be the base of the others.

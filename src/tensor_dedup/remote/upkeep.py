@@ -73,9 +73,9 @@ _UNSWEPT: Final = (
 class RemoteCheckpoint:
     """The description of a checkpoint on a remote.
 
-    * `manifest` is the name of its manifest, and `nbytes` its size in bytes.
-    * `unique_bytes` is the stored size of the pieces that only this checkpoint needs and from which
-      no other piece is stored as a difference. It is None if it was not computed.
+    * `manifest` is the name of its manifest, and `nbytes` the size of the checkpoint's files.
+    * `unique_bytes` is the stored size of the pieces that only this checkpoint needs, itself or as
+      bases of its own deltas. It is None if it was not computed.
     * `damage` is the reason why the checkpoint cannot be read completely, or None. If only pieces
       are lost, `manifest` is still set.
     """

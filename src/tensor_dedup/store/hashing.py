@@ -105,7 +105,7 @@ class Hasher:
         self._local = threading.local()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the threads; work that has not begun is cancelled.
+        """Stop the threads. Work in progress is finished; work that has not begun is cancelled.
 
         With `wait`, return only when the threads have ended.
         """

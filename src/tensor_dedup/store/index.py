@@ -596,7 +596,7 @@ def _in_memory(objects: Objects) -> sqlite3.Connection:
 def drop_index(objects: Objects) -> None:
     """Delete the index. The next session rebuilds it.
 
-    If another process is using the index, do nothing.
+    If another session is using the index, do nothing.
     """
     _IndexFile(objects).remove()
 

@@ -151,8 +151,9 @@ class LocalStore:
           checkpoint in the store.
         - `external` leaves the weights where they are and indexes them there. The store then has no
           copy of them, and only guarantees that changes are noticed.
-        - `follow_links` allows symbolic links to any place. Without it, links may lead only to
-          places in the folder or, in a Hugging Face cache, to the blobs of the same repository.
+        - `follow_links` allows symbolic links to any place; use it only for folders that you trust.
+          Without it, links may lead only to places in the folder or, in a Hugging Face cache, to
+          the blobs of the same repository.
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
@@ -219,10 +220,10 @@ class LocalStore:
     ) -> "dict[str, torch.Tensor]":
         """Load all tensors of a checkpoint, or those in `names`, as torch tensors on the CPU.
 
-        Every byte is compared with its digest. If `verify` is False, only encoded tensors are. The
-        tensors are writable and belong to the caller. The first call imports torch.
-        `tensor_dedup.store.reading.tensors` can also load in bounded memory, as mappings, or into
-        reused buffers.
+        Every byte is compared with its digest. If `verify` is False, only tensors are that are
+        encoded, or lie in files indexed in place. The tensors are writable and belong to the
+        caller. The first call imports torch. `tensor_dedup.store.reading.tensors` can also load in
+        bounded memory, as mappings, or into reused buffers.
 
         Raises:
             UnknownNameError: No checkpoint is called `name`.

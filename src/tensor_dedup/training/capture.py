@@ -9,7 +9,8 @@
 
 Chunks are processed in their provider's order, and each chunk before the next one is made. Small
 tensors are copied into a common buffer, and those on a device are copied there asynchronously.
-Frozen chunks are not copied. Chunks with `make` are made in the background if they are frozen.
+Frozen chunks in host memory are not copied. Chunks with `make` are made in the background if they
+are frozen.
 
 A large tensor in host memory is handled in one of two ways. If the tensor had not changed at the
 previous save, it is hashed in place, and is copied only if the store does not have these bytes.

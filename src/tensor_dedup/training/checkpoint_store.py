@@ -466,7 +466,7 @@ class CheckpointStore:
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """Load the model of a step, into `original` if that is given.
+        """Load the model of a step, into `original` as far as possible; use the returned object.
 
         Some adapters need an `original`. Every byte is verified. How long a load takes does not
         depend on other steps.
@@ -566,7 +566,7 @@ class CheckpointStore:
         return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Delete a step. Its space is freed by the next `gc`.
+        """Delete a step. `gc` moves its files to the trash, and frees the space after its grace.
 
         Raises:
             UnknownStepError: The run has no such step.
@@ -605,7 +605,8 @@ class CheckpointStore:
 
         Each save does the same. With `dry_run`, the numbers are returned but nothing is deleted. If
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
-        be read, are never deleted. The space is freed by the next `gc`.
+        be read, are never deleted. `gc` moves their files to the trash, and frees the space after
+        its grace.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
@@ -678,10 +679,10 @@ class CheckpointStore:
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:
-        """Return the numbers of the steps that are not on the second tier yet.
+        """Return the steps that this object has yet to copy, or to pin, on the second tier.
 
-        They are in the order in which they will be copied. Without a second tier, the list is
-        empty.
+        They are in the order in which they will be copied. Steps of other processes count after
+        `drain`. Without a second tier, the list is empty.
         """
         return [] if self._drain is None else self._drain.undrained()
 

@@ -391,8 +391,8 @@ class StepSnapshot:
 class Saved:
     """The result of a save. Sizes are in bytes.
 
-    * `new_tensors` is the number of tensors that were not in the store before, and `new_bytes`
-      their size.
+    * `new_tensors` is the number of distinct pieces (tensors and small files) that were not in the
+      store before, and `new_bytes` their size.
     * `stored_bytes` is the number of bytes that were written for these tensors, with tables and
       manifests. A later encoding may reduce the number.
     * `seconds` is the time until everything was durable.

@@ -123,7 +123,7 @@ class Keeper:
     def want(self, wanted: bytes, rebalance: bool = False) -> None:
         """Check that a fleet can be placed, and store its specification `wanted`.
 
-        `wanted` is an encoded `FleetSpecification`. No engine is started or stopped by this method.
+        `wanted` is an encoded `FleetSpecification`. The keeper starts and stops engines later.
 
         Raises:
             DoesNotFitError: The models do not fit on the nodes.

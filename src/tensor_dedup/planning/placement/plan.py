@@ -44,7 +44,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNode:
-    """A node with its replicas; each shares tensors with those listed before it. Sizes in bytes."""
+    """A node with its replicas; each counts as sharing with those before it. Sizes in bytes."""
 
     name: str
     memory_bytes: int
@@ -110,7 +110,8 @@ def plan(
 
     `current` maps the name of each model that runs already to the names of its nodes. These
     replicas stay there unless `rebalance` is True. Without `current`, a solver can search for
-    `exact_s` seconds for a better plan and a lower bound. The same arguments give the same plan.
+    `exact_s` seconds for a better plan and a lower bound. Without `exact_s`, the same arguments
+    give the same plan.
 
     Raises:
         DoesNotFitError: There is no room for a replica.

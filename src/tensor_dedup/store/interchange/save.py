@@ -334,7 +334,7 @@ def save_dict(
     then cannot verify the data, and the returned descriptor has only `storage_entries` and
     `tensor_aliases`.
 
-    The tensors must not be modified during the call.
+    The tensors must not be modified during the call. Use one thread for each folder.
 
     Raises:
         ConfigError: An argument is invalid.

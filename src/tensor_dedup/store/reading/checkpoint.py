@@ -54,8 +54,8 @@ class StoredCheckpoint(StoredPieces):
     `items()`), with two exceptions: iteration yields the tensors, not their names, and `in` also
     accepts a digest (32 bytes). The order is that of the files.
 
-    Any thread may read. Close the checkpoint, or leave its `with` statement, only when no read is
-    running any more.
+    Any thread may read, but no forked child. The checkpoint stays readable while `gc` runs. Close
+    the checkpoint, or leave its `with` statement, only when no read is running any more.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class HandleCache(Generic[_Key]):
             self._files.close(self._kept.pop(key).handle)
 
     def close(self) -> None:
-        """Close all files, none of which may be in use."""
+        """Close all files, none of which may be in use. `using` opens them again."""
         with self._lock:
             while self._kept:
                 self._files.close(self._kept.popitem()[1].handle)

@@ -411,7 +411,7 @@ def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
 
 
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
-    """Return the description of a step, made from its manifest alone.
+    """Return the description of a step, made without reading its tensors.
 
     `kept` are the pinned steps. Raises the errors of `manifest_of`.
     """

@@ -64,7 +64,7 @@ class Listed:
     damage: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as a dict for JSON.
+        """Return the fields, or `name` and `what` of a damaged checkpoint, as a dict for JSON.
 
         For a damaged checkpoint, the dict has only its name and a text about the damage.
         """

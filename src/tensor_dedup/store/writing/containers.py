@@ -2,8 +2,8 @@
 
 A container can be made in three ways. `ContainerWriter` appends new pieces one by one. `Copied`
 turns a copy of a whole file into a container. `index_in_place` leaves a file where it is and stores
-only a table. The bytes are checked against their digests while they are written, so a container is
-right even if a file or a model changes during the write.
+only a table. A container gets exactly the bytes that were hashed, or a copy that is compared with
+them, so it is right even if a file or a model changes during the write.
 """
 
 import threading

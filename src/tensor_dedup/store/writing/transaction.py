@@ -74,7 +74,8 @@ class Transaction(ABC):
     def own(self, writer: _Writer) -> _Writer:
         """Make a container writer part of this change, and return it.
 
-        A commit completes its container. Without a commit, the container is deleted.
+        `OrderedTransaction.commit` or `BatchTransaction.seal` completes its container. A container
+        that was not completed is deleted at the end.
         """
         self._writers.append(writer)
         self._undo.callback(writer.abandon)

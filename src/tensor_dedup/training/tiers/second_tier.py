@@ -74,9 +74,9 @@ class TierContent:
 class SecondTier(Protocol):
     """The tier to which the steps of one run are drained.
 
-    Names that are on both tiers are changed inside `with tier.naming():`. This lock excludes all
-    other objects that drain to or from either tier. Use `with tier.session():` around several
-    calls.
+    Names that are on both tiers are changed inside `with tier.naming():`. For a store, this lock
+    excludes all objects that drain to it; for a remote, only those with the same fast tier. Use
+    `with tier.session():` around several calls.
 
     All methods raise StoreErrors. The types in `own_damage` mean that the tier itself is damaged,
     not a particular step.
