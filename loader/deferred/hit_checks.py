@@ -59,24 +59,25 @@ class HitChecks:
     ) -> bool:
         """Return whether `resident` has the bytes of `tensor`, computed from the checkpoint.
 
-        Call it for hits for which `asked` returned True. The result False means a collision, which
-        is counted. `name` is the tensor's name, and `shared` describes the resident in error
-        messages.
+        Call it for hits that must be compared (see `asked`). With `verify_bytes`, bytes that differ
+        are a collision: it is counted, and the result is False. `name` is the tensor's name, and
+        `shared` describes the resident in error messages.
 
         Raises:
-            AuditError: The bytes differ, and `verify_bytes` is off.
+            AuditError: The bytes differ in an audit, without `verify_bytes`.
         """
         return self._same(resident, tensor, name, shared, "the tensor made from its checkpoint")
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor, *, new: bool = False) -> bool:
         """Return whether `resident`, which was found by digest, may be used for `tensor`.
 
-        This method calls `asked`. If `asked` returns False, the bytes are not compared, and the
-        result is True. `new` says that the resident has just been built from this tensor. A new
-        resident is compared only if parts of it were found by digest.
+        The result is False for a collision: `verify_bytes` is on, and the bytes differ. It is True
+        if the bytes are equal, or are not compared because neither `verify_bytes` nor an audit asks
+        for it. `new` says that the resident has just been built from this tensor. A new resident is
+        compared only if parts of it were found by digest.
 
         Raises:
-            AuditError: The bytes differ, and `verify_bytes` is off.
+            AuditError: The bytes differ in an audit, without `verify_bytes`.
         """
         if new and not (isinstance(resident, DeviceResident) and resident.leaf_shared_bytes):
             return True

@@ -25,7 +25,10 @@ _MODULE: Final = "cuda.bindings.driver"
 
 
 class NvidiaDriver:
-    """The installed CUDA driver, called through NVIDIA's Python bindings."""
+    """The installed CUDA driver, called through NVIDIA's Python bindings.
+
+    `Driver` says what each method does.
+    """
 
     def __init__(self) -> None:
         self._api: Any = None
@@ -34,11 +37,7 @@ class NvidiaDriver:
         self._contexts: dict[int, Any] = {}
 
     def init(self) -> None:
-        """Initialise the driver (cuInit); a second call has no effect.
-
-        Raises:
-            DeviceError: There is no driver, or it has no device.
-        """
+        """Call cuInit."""
         with self._lock:
             if self._api is None:
                 api = _bindings()
@@ -63,7 +62,7 @@ class NvidiaDriver:
         return values[0] if values else None
 
     def devices(self) -> list[GpuInfo]:
-        """Return the visible GPUs (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
+        """Call cuDeviceGetCount, cuDeviceGetUuid and cuDeviceTotalMem."""
         return [self._device(ordinal) for ordinal in range(self._ask("cuDeviceGetCount"))]
 
     def _device(self, ordinal: int) -> GpuInfo:
@@ -95,7 +94,7 @@ class NvidiaDriver:
         return found
 
     def granularity(self, device: int) -> int:
-        """Return the unit of sizes and addresses (cuMemGetAllocationGranularity), in bytes."""
+        """Call cuMemGetAllocationGranularity."""
         self._require()
         option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._ask("cuMemGetAllocationGranularity", self._properties(device), option))
@@ -105,57 +104,48 @@ class NvidiaDriver:
             raise refused("cuInit", Result.NOT_INITIALIZED)
 
     def create(self, device: int, nbytes: int) -> int:
-        """Return a handle of newly allocated memory that can be exported (cuMemCreate)."""
+        """Call cuMemCreate."""
         self._require()
         return int(self._ask("cuMemCreate", nbytes, self._properties(device), 0, nbytes=nbytes))
 
     def release(self, handle: int) -> None:
-        """Release a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
+        """Call cuMemRelease."""
         self._ask("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """Return a new file descriptor of the memory (cuMemExportToShareableHandle).
-
-        The caller owns the descriptor.
-        """
+        """Call cuMemExportToShareableHandle."""
         self._require()
         fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_kind(), 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_(self, fd: int) -> int:
-        """Return a handle of the memory that `fd` refers to (cuMemImportFromShareableHandle)."""
+        """Call cuMemImportFromShareableHandle."""
         self._require()
         return int(self._ask("cuMemImportFromShareableHandle", fd, self._descriptor_kind()))
 
     def device_of(self, handle: int) -> int:
-        """Return the ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
+        """Call cuMemGetAllocationPropertiesFromHandle."""
         return int(self._ask("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """Reserve a range of addresses, without memory (cuMemAddressReserve).
-
-        Return its first address.
-        """
+        """Call cuMemAddressReserve."""
         return int(self._ask("cuMemAddressReserve", nbytes, alignment, 0, 0, nbytes=nbytes))
 
     def free(self, address: int, nbytes: int) -> None:
-        """Free a whole range of addresses from `reserve` (cuMemAddressFree)."""
+        """Call cuMemAddressFree."""
         self._ask("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Map the whole memory of a handle at an address (cuMemMap).
-
-        Call `allow` next, which makes the mapping accessible to a GPU.
-        """
+        """Call cuMemMap."""
         self._ask("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Unmap one or more whole mappings (cuMemUnmap)."""
+        """Call cuMemUnmap."""
         self._ask("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """Allow a GPU to access a range of mapped addresses, as `access` says (cuMemSetAccess)."""
+        """Call cuMemSetAccess."""
         self._require()
         wish = self._api.CUmemAccessDesc()
         self._place(wish, device)
@@ -163,7 +153,7 @@ class NvidiaDriver:
         self._ask("cuMemSetAccess", address, nbytes, [wish], 1)
 
     def enter(self, device: int) -> None:
-        """Make the GPU's primary context current (cuDevicePrimaryCtxRetain, cuCtxPushCurrent)."""
+        """Call cuDevicePrimaryCtxRetain and cuCtxPushCurrent."""
         context = self._context(device)
         self._ask("cuCtxPushCurrent", context)
         self._stack().append(context)
@@ -176,7 +166,7 @@ class NvidiaDriver:
             return self._contexts[device]
 
     def leave(self) -> None:
-        """Undo the last `enter` of this thread (cuCtxPopCurrent). The context stays."""
+        """Call cuCtxPopCurrent."""
         self._stack().pop()
         self._ask("cuCtxPopCurrent")
 
@@ -187,27 +177,23 @@ class NvidiaDriver:
         return found
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        """Copy from host to device; complete after `synchronize` (cuMemcpyHtoD)."""
+        """Call cuMemcpyHtoD."""
         self._ask("cuMemcpyHtoD", target, source, nbytes)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        """Copy from device to host (cuMemcpyDtoH)."""
+        """Call cuMemcpyDtoH."""
         self._ask("cuMemcpyDtoH", target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Copy from device to device; complete after `synchronize` (cuMemcpyDtoD)."""
+        """Call cuMemcpyDtoD."""
         self._ask("cuMemcpyDtoD", target, source, nbytes)
 
     def synchronize(self) -> None:
-        """Wait for all work of the context (cuCtxSynchronize)."""
+        """Call cuCtxSynchronize."""
         self._ask("cuCtxSynchronize")
 
     def mark(self) -> int:
-        """Return an event that marks the end of the work queued so far.
-
-        It is made by cuEventCreate and cuCtxRecordEvent. This invalidates a graph capture in
-        progress, so finalizers must not call the method.
-        """
+        """Call cuEventCreate and cuCtxRecordEvent."""
         if not self._stack():
             raise refused("cuEventCreate", Result.INVALID_CONTEXT)
         flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
@@ -220,7 +206,7 @@ class NvidiaDriver:
         return int(event)
 
     def done(self, event: int) -> bool:
-        """Return whether the work before an event has finished (cuEventQuery)."""
+        """Call cuEventQuery."""
         self._require()
         (result,) = self._api.cuEventQuery(event)
         if int(result) == Result.NOT_READY:
@@ -229,34 +215,28 @@ class NvidiaDriver:
         return True
 
     def wait(self, event: int) -> None:
-        """Wait until the work before an event has finished (cuEventSynchronize)."""
+        """Call cuEventSynchronize."""
         self._ask("cuEventSynchronize", event)
 
     def forget(self, event: int) -> None:
-        """Destroy an event (cuEventDestroy)."""
+        """Call cuEventDestroy."""
         self._ask("cuEventDestroy", event)
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate mapped memory that `ipc_handle` accepts, and return its address (cuMemAlloc)."""
+        """Call cuMemAlloc."""
         return int(self._ask("cuMemAlloc", nbytes, nbytes=nbytes))
 
     def deallocate(self, address: int) -> None:
-        """Free memory from `allocate` (cuMemFree)."""
+        """Call cuMemFree."""
         self._ask("cuMemFree", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """Return the handle by which another process can map the memory (cuIpcGetMemHandle).
-
-        `address` comes from `allocate`. The handle has IPC_HANDLE_BYTES bytes.
-        """
+        """Call cuIpcGetMemHandle."""
         found = self._ask("cuIpcGetMemHandle", address)
         return ctypes.string_at(found.getPtr(), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Map another process's memory, and return the address (cuIpcOpenMemHandle).
-
-        Opening a handle again returns the same address; every `ipc_open` needs an `ipc_close`.
-        """
+        """Call cuIpcOpenMemHandle."""
         self._require()
         given = self._api.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_BYTES)
@@ -264,7 +244,7 @@ class NvidiaDriver:
         return int(self._ask("cuIpcOpenMemHandle", given, int(flag)))
 
     def ipc_close(self, address: int) -> None:
-        """Undo one `ipc_open` (cuIpcCloseMemHandle)."""
+        """Call cuIpcCloseMemHandle."""
         self._ask("cuIpcCloseMemHandle", address)
 
 

@@ -15,8 +15,9 @@ _METHOD: Final = "show_available_models"
 def patch(serving: ModuleType) -> None:
     """Wrap the method of vLLM's server that lists models. Idempotent.
 
-    The wrapper adds the base from which a model takes layers. `serving` is the module
-    vllm.entrypoints.openai.models.serving. If it has no such method, nothing is done.
+    For a model that takes layers from another one (`frozen_base`), the wrapper adds that base to
+    each listed model. `serving` is the module vllm.entrypoints.openai.models.serving. If it has no
+    such method, nothing is done.
     """
     found = getattr(serving, _CLASS, None)
     original = getattr(found, _METHOD, None)

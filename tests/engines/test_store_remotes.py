@@ -136,7 +136,7 @@ def test_engines_in_processes_of_their_own_load_what_one_of_them_pulled(
     below = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     config = {"store": str(tmp_path / "here"), "remote": URL}
     with fleet.fleet(tmp_path) as started:
-        alone = started.start(pair.base, None, below)
+        alone = started.start(pair.base, None)
         two = [started.start(f"store://{BASE}", config, below) for _ in range(2)]
         for each in two:
             assert each.loaded["outputs"] == alone.loaded["outputs"]

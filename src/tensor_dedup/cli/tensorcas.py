@@ -31,7 +31,7 @@ def main(context: click.Context, root: Path) -> None:
 @json_option
 @click.pass_obj
 def list_(root: Path, run: str | None, as_json: bool) -> None:
-    """List all runs and their steps."""
+    """List runs and their steps: all runs, or that of --run."""
     store = _opened(root)
     names = store.runs() if run is None else [run]
     found = {name: [step.step for step in steps_of(store, name)] for name in names}

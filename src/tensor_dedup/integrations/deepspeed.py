@@ -130,9 +130,9 @@ def _zero_stage(state: int) -> Any:
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
     """A DeepSpeed checkpoint engine that saves to a store, and also loads DeepSpeed's own files.
 
-    A save is durable when it returns. It never replaces a step: if a file is saved again, the step
-    that the file named before stays in the store. Processes that save at the same moment get
-    separate steps.
+    A save is durable when it returns. It writes a new step, and a file that refers to this step. If
+    the file is saved again, it refers to a newer step, and the earlier one stays in the store.
+    Processes that save at the same moment get separate steps.
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:

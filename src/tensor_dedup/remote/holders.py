@@ -80,8 +80,9 @@ def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]
     """Return the sizes in bytes that pieces probably take on the remote, by digest.
 
     The sizes are those of the encoded copies in the local store `source`; if there are several
-    copies of a piece, the smallest counts. A piece that is unencoded in the store is left out,
-    because another program may have pushed it encoded, unless it is too small to be encoded.
+    copies of a piece, the smallest counts. A piece without an encoded copy there is left
+    out, because another program may have pushed it encoded. Only pieces that are too small to be
+    encoded are included as they are.
     """
     found = dict[bytes, int]()
     for digest in digests:

@@ -493,9 +493,9 @@ class StepCapture:
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture the tensors whose writes torch does not count.
+        """Capture the large values to which a write would go unnoticed, such as NumPy arrays.
 
-        Returns False if the pool had no room for one of them.
+        Returns False if the pool of host memory had no room for one of them.
         """
         self._work(lambda large: not large.counted)
         with self._lock:

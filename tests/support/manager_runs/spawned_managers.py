@@ -1,7 +1,7 @@
 """Managers in processes that are forked from one that has imported what they need.
 
-To import it takes longer than most of what is tested of a manager. The process that forks, which is
-this file as a program, has done nothing else. Of each manager another process waits for its end,
+To import it takes longer than most of what is tested of a manager. The process that forks,
+which runs `serve`, has done nothing else. Of each manager another process waits for its end,
 and says how it ended, as a shell does of its commands.
 """
 
@@ -18,16 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from processes import interpreters
+
 _STATUS_BYTES = 4
 _MANAGER = "tensor_dedup.memory_manager.server"
 _FAKE = "fake_gpu_manager.py"
-_SUPPORT = str(Path(__file__).parents[1])
-_PROGRAM = """
-import sys
-sys.path[0] = sys.argv.pop(1)
-from manager_runs import spawned_managers
-sys.exit(spawned_managers.serve())
-"""
 
 
 class _Order(NamedTuple):
@@ -85,7 +80,7 @@ class _Server:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, _SUPPORT, str(theirs.fileno())],
+                interpreters.command(__name__, serve.__name__, str(theirs.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],

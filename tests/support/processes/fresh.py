@@ -20,15 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from processes import forked, process_state
-
-_SUPPORT = str(Path(__file__).parents[1])
-_PROGRAM = """
-import sys
-sys.path[0] = sys.argv.pop(1)
-from processes import fresh
-fresh.main()
-"""
+from processes import forked, interpreters, process_state
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +36,7 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
     def run(order: Path, answer: Path, log: Path, environ: dict[str, str]) -> int:
         with log.open("wb") as out:
-            command = [sys.executable, "-c", _PROGRAM, _SUPPORT, str(order), str(answer)]
+            command = interpreters.command(__name__, main.__name__, str(order), str(answer))
             done = subprocess.run(
                 command, env=environ, stdout=out, stderr=out, timeout=600, check=False
             )

@@ -104,7 +104,7 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """The node of a NamedValue in the model, which is stored as the piece `name`."""
+    """A node in the description of a model, whose bytes are stored as the piece `name`."""
 
     name: str
 
