@@ -24,9 +24,10 @@ class LoadedSource(Protocol):
 
 
 class NotShared(StrEnum):
-    """The reasons not to share a tensor that are fixed texts, without numbers or sizes.
+    """Fixed texts that say why a tensor is not shared.
 
-    Reports contain the values of the members. Code compares the members themselves.
+    Reasons that contain sizes or names are plain strings instead. Reports contain the texts. Code
+    compares the members.
     """
 
     BELOW_MIN_BYTES = "it is below min_tensor_bytes"

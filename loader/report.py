@@ -41,8 +41,11 @@ class ModelReport:
     """The report on one load of one model by one process. Sizes are in bytes.
 
     - `total_bytes`: the size of the final tensors (weights as the engine uses them), packed copies
-      included. It is the sum of `shared_bytes`, for what was in shared memory as a whole before the
-      load, and `private_bytes`, for the rest.
+      included. It is the sum of `shared_bytes` and `private_bytes`.
+    - `shared_bytes`: the size of the tensors and packed copies that were in shared memory, as a
+      whole, before the load.
+    - `private_bytes`: the rest of `total_bytes`, including tensors that this load put into shared
+      memory.
     - `leaf_shared_bytes`: the part of `private_bytes` that lies in leaves (parts of 2 MiB) of
       tensors that were in shared memory before the load.
     - `bytes_read`: the size of all tensor data that was read, including data that was only hashed.

@@ -75,8 +75,8 @@ class FrozenLayers:
     def choose(self, files: Sequence[SourceFile]) -> None:
         """Open the base and determine which of its tensors replace tensors of `files`.
 
-        `files` are the weights files of the checkpoint. Only the first call has an effect, because
-        files that a model reads later, besides its checkpoint, have no base.
+        `files` are the weights files of the checkpoint. Only the first call has an effect. If the
+        model reads other files later, none of their tensors are replaced.
 
         Raises:
             ConfigError: A configured layer does not exist in the checkpoint, or the base has no
@@ -167,17 +167,16 @@ def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> st
 def taken_plainly(
     frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
 ) -> Iterator[Callable[[str], SourceTensor | None]]:
-    """Context manager: while it is active, the base's tensors can be looked up by name.
+    """Context manager for replacing frozen layers in a load that shares no tensors.
 
-    It is for plain loads, which read every tensor at once and share none. On entry, `opening` opens
-    `files`, and `frozen` chooses the layers that the base replaces. The yielded function takes a
-    tensor's name. It returns the base's tensor, or None if the checkpoint's own tensor is to be
-    used. On exit, the files, `opening` and `frozen` are closed.
+    On entry, `opening` opens `files`, and `frozen` chooses the tensors that the base replaces. The
+    value is a function that takes a tensor's name. It returns the base's tensor, or None if the
+    checkpoint's own tensor is to be used. On exit, the files, `opening` and `frozen` are closed.
 
     Raises:
         ConfigError, CheckpointError, StoreError: See `FrozenLayers.choose`.
-        UnsupportedError: The yielded function was called for a tensor that the base stores as a
-            view of another one.
+        UnsupportedError: The function was called for a tensor that the base stores as a view of
+            another one.
     """
     ours = [opening.open(path) for path in files]
     try:

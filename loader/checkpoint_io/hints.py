@@ -101,8 +101,9 @@ class _UnusableIndexError(TensorDedupError):
 class FileIdentity:
     """The identity of an open file: device, inode, size, mtime and ctime.
 
-    On a trusted file system, a file was not modified between two looks at equal identities if its
-    mtime and ctime lie at least 2 s before the first look.
+    If a file has the same identity at two moments, it was not modified in between. This holds on
+    trusted file systems (`is_trusted`), and only if mtime and ctime lie at least 2 s before the
+    first moment.
     """
 
     device: int

@@ -6,10 +6,10 @@ bytes and more therefore consists of several handles, which are mapped side by s
 handles is a *block*: a resident of plain bytes that is found by its own digest, whatever its
 position in other tensors.
 
-A *record* describes a tensor in blocks to other processes. The memory manager does not hash GPU
-memory, so digests are trusted. The record therefore has the tensor's leaf digests (one for each 2
-MiB). The digests of the blocks and of the whole tensor are computed from the leaf digests, so
-blocks of another tensor are noticed.
+A *record* describes a tensor in blocks to other processes. It contains the tensor's leaf digests,
+one for each 2 MiB. A process that gets a record computes the digests of the blocks and of the whole
+tensor from the leaf digests, and so notices blocks of another tensor. The digests themselves are
+trusted, because the memory manager does not read GPU memory.
 """
 
 from __future__ import annotations
@@ -100,11 +100,11 @@ def leaves_of(tensor: torch.Tensor) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class TensorWriter:
-    """A function that writes a gap-free tensor to a GPU address; it can also write a part of it.
+    """A gap-free tensor that can be written to a GPU address, as a whole or in part.
 
-    `writer(tensor)` returns a function that writes a gap-free tensor to a GPU address. `writer` is
-    called with the whole tensor or with a part on the same device. `known_leaves` are the tensor's
-    leaf digests, or are empty if they were not computed yet.
+    Calling the object with an address writes the whole tensor; `part` is for a range of its bytes.
+    Given the tensor, or a part of it as bytes, `writer` returns a function that writes it to an
+    address. `known_leaves` are the tensor's leaf digests, or are empty if they are not known.
     """
 
     tensor: torch.Tensor
@@ -221,10 +221,10 @@ def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
 
 
 class BlockComposition(NamedTuple):
-    """The decoded record of a tensor in blocks: its key, leaf digests and blocks.
+    """The decoded record of a tensor in blocks: its resident key, leaf digests and blocks.
 
-    The digests of the distinct blocks are published with the record. `blocks` has, for each block
-    in order, its index among them.
+    A record is published together with a list of the digests of its distinct blocks. `blocks` has
+    an index into that list for each block of the tensor, in order.
     """
 
     key: ResidentKey
@@ -285,7 +285,10 @@ class BlockLog:
         return self.why_whole is None
 
     def note_larger(self, block: DeviceResident) -> None:
-        """Stop building blocks in this load if `block` has full size and its slab is larger."""
+        """Stop building blocks in this load if `block` shows that the manager's slabs are larger.
+
+        This is assumed if `block` has the full size of 16 MiB and lies in a larger slab.
+        """
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:
             self.refuse(

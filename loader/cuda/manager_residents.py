@@ -96,7 +96,7 @@ class DeviceMemory:
             ) from error
 
     def data(self, request: DeviceRequest) -> None:
-        """Return None, because the client cannot copy the bytes; `fill` writes the tensor."""
+        """Return None: the function from `fill` writes the tensor, so no bytes are passed on."""
 
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
         """Return a function that writes the tensors of `requests` into a slab of the manager.
@@ -250,10 +250,10 @@ def device_manager_residents(
 ) -> DeviceManagerResidents:
     """Connect a load to the memory manager of `gpu`.
 
-    `where` is the socket of that manager, or of the manager of host memory beside it. If `where` is
-    None, no manager is used. `checkpoint` names the load to the manager. If the manager does not
-    answer, the failure is logged, the result's `failed` has the reason, and the load goes on
-    without the manager.
+    `where` is the path of the socket of the manager of host memory, or "auto". The socket of the
+    GPU's manager lies beside it. If `where` is None, no manager is used. `checkpoint` names the
+    load to the manager. If the manager does not answer, the failure is logged, the result's
+    `failed` has the reason, and the load goes on without the manager.
     """
     if where is None:
         return ManagerResidents()

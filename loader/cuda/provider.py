@@ -80,7 +80,11 @@ class GpuProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[DeviceResident | None]:
-        """Look up residents and return them in order, as specified by `ResidentProvider.find`."""
+        """Look up residents; return them in order, or None for each miss. No tensor data is read.
+
+        This process is searched first and then, unless `ask_manager` is False, the memory manager.
+        Keep the results alive until they are used, because the tables hold them weakly.
+        """
         found = [self._in_this_process(each) for each in queries]
         if not ask_manager:
             return found

@@ -89,7 +89,8 @@ class SharedGpu:
         """Look up residents in this process, and the missing ones in the manager.
 
         Returns them in the order of `wanted`, with None for each that was not found. The manager is
-        asked only for residents with replica number 0 whose digest is a hash of their bytes.
+        not asked for residents that it cannot have. These are residents with a replica number other
+        than 0, and tensors that were cast, whose digests are not hashes of their bytes.
         """
         found = [self._residents.get(each) for each in wanted]
         asked = [
@@ -270,9 +271,9 @@ class SharedGpu:
         return self._blocks.get(digest)
 
     def views_of(self, model: nn.Module) -> Views:
-        """Return the mappings for `model`, which are not shared with other models.
+        """Return the `Views` of `model`, which has its own mapping of every resident that it uses.
 
-        The first call for a model returns a new object without mappings.
+        The first call for a model creates the object, without any mappings.
         """
         with self._lock:
             found = self._views.get(model)

@@ -238,9 +238,10 @@ class SleepingModel:
             self._watch = None
 
     def still_settling(self) -> bool:
-        """Return whether slabs may still be copied to host memory.
+        """Return whether the background thread that calls `settle` should go on.
 
-        If not, the background thread that calls `settle` is told to end.
+        Returns False if no sleeping slab is left to copy to host memory. The thread then counts as
+        ended, and a later `sleep` or failed `wake` may start another.
         """
         with self._lock:
             if not self._waiting():

@@ -104,5 +104,8 @@ class SleepingMapping:
 
 
 def key_asleep(digest: str) -> str:
-    """Return the layer key of a manager for a sleeping model's tensor with this `digest`."""
+    """Return the key under which a sleeping model's tensor is put into a memory manager.
+
+    `digest` is the digest of the tensor's bytes.
+    """
     return f"asleep:{digest}"

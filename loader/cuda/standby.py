@@ -145,12 +145,12 @@ class StandbyMemory:
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Return the tensors of `slab` in a slab of the manager with the same layout, or None.
+        """Find or put a slab with the layout of `slab` in the manager, and return its tensors.
 
-        If another engine has put a slab with this layout there already, that slab is used.
-        Otherwise a new slab is put. `restore` fills it, and other engines can use it when they
-        wake. Returns None without a manager, or if the manager fails, has no room, or has the
-        tensors in another layout.
+        If another engine has put such a slab already, that slab is used. Otherwise a new slab is
+        put and filled by `restore`, and other engines can use it when they wake. Returns None
+        without a manager, or if the manager fails, has no room, or has the tensors in another
+        layout.
         """
         if self._memory is None:
             return None

@@ -43,11 +43,11 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Hash the tensors in `finals`, and return for each a resident with the same bytes.
+    """Hash the tensors in `finals`, and find or build a resident with the bytes of each.
 
-    The result has a pair for each tensor, in order: the resident, and whether this call built it.
-    Residents that one call builds share a slab. The resident is None in two cases, and the
-    session's ledger then has the reason:
+    Call it once for each group from `slabs`, because residents that one call builds share a slab.
+    Returns a pair for each tensor, in order: the resident, and whether this call built it. The
+    resident is None in two cases, and the session's ledger then has the reason:
 
     - There is no shared memory left.
     - A comparison shows that the resident has other bytes under the same digest.

@@ -1,19 +1,14 @@
 """Compute exactly which bytes of a storage a set of strided writes covers. No torch, no I/O.
 
-Writes are not expanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
-intervals. Overlapping writes count once.
+A write is kept as a *box*, a run of bytes that repeats along strided dimensions. So a column slice
+of a matrix with 150,000 rows is one box, not 150,000 intervals. Overlapping writes count once.
 
-A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, sorting them
-gives their union. Otherwise the computation has these steps:
+If all boxes are plain runs, sorting them gives their union. Otherwise the storage is treated as a
+matrix whose rows have as many bytes as the largest stride, and each box is cut into pieces where
+rows end. Neighbouring rows often have the same pieces. Only one row of each such group is computed,
+in the same way, with smaller strides.
 
-1. The storage is treated as a matrix whose rows have as many bytes as the largest stride.
-2. Each box is cut into pieces. A piece is one sub-box that repeats in the rows r to r + n. A column
-   slice makes one piece, and a box without gaps makes at most three. Strides that do not divide
-   each other make one piece per row.
-3. The rows at which a piece begins or ends divide the matrix into bands. The rows of a band are
-   alike, so only one of them is solved, by the same steps with smaller strides.
-
-If there are more than MAX_PIECES pieces, only plain runs are counted. The answer may then be "not
+If there are too many pieces (MAX_PIECES), only plain runs are counted. The answer may then be "not
 covered" although every byte was written. This prevents sharing but never gives wrong weights.
 """
 
@@ -106,8 +101,8 @@ class Coverage:
     def missing(self) -> list[Interval]:
         """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        The ranges may include written bytes if the computation would need more than MAX_PIECES
-        pieces, or if it finds more than MAX_GAPS gaps in the rows of one band.
+        The ranges may include bytes that were written if the computation would exceed one of its
+        limits, MAX_PIECES and MAX_GAPS.
         """
         if self._complete:
             return []

@@ -134,19 +134,21 @@ class Evaluator:
         self._nodes.clear()
 
     def fill(self, view: View, out: torch.Tensor) -> None:
-        """Compute into `out` the bytes of the storage of `view`, at the view's version.
+        """Compute all bytes of the storage of `view`, and write them to `out`.
 
-        `out` is a flat uint8 tensor of at least the size of the storage. On return, these bytes are
-        written, and the source tensors that were read and hashed have their digests.
+        The bytes are those after the first `view.version` writes into the storage. `out` is a flat
+        uint8 tensor of at least the size of the storage. On return, the source tensors that were
+        read and hashed have their digests.
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start to `fill` `out` in the background, if `view` consists of copies of whole sources.
+        """Start in the background what `fill` does, and return whether this is possible.
 
-        Returns whether this is the case. If it is not, nothing is done. Call `SourceReader.settle`
-        before the bytes in `out` are used.
+        It is possible only if `view` consists of copies of whole source tensors that have no other
+        use. Otherwise the method does nothing and returns False. Call `SourceReader.settle` before
+        you use the bytes in `out`.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -345,8 +347,8 @@ class Prefetcher:
 
         - While another tensor is being read ahead, nothing is started.
         - Tensors of more than 64 MiB are skipped.
-        - If the tensor is more than copies of whole source tensors, it is removed from the plan,
-          and nothing is started.
+        - If `Evaluator.begin` cannot read the tensor in the background, the tensor is removed from
+          the plan, and nothing is started.
         """
         if self._begun is not None:
             return

@@ -71,10 +71,10 @@ class HitChecks:
     def agrees(self, resident: AnyResident, tensor: torch.Tensor, *, new: bool = False) -> bool:
         """Return whether `resident`, which was found by digest, may be used for `tensor`.
 
-        The result is False for a collision: `verify_bytes` is on, and the bytes differ. It is True
-        if the bytes are equal, or are not compared because neither `verify_bytes` nor an audit asks
-        for it. `new` says that the resident has just been built from this tensor. A new resident is
-        compared only if parts of it were found by digest.
+        The result is False only if `verify_bytes` is on and the bytes differ, which is a collision.
+        Without `verify_bytes`, bytes are compared only for an audit. `new` says that the resident
+        has just been built from this tensor. A new resident is compared only if parts of it were
+        found by digest.
 
         Raises:
             AuditError: The bytes differ in an audit, without `verify_bytes`.

@@ -57,12 +57,12 @@ class LayerRecord:
     - `key` and `preimage` are the layer key: its digest, and the text that was hashed.
     - `residents` maps the name of each parameter to its resident (the shared tensor) and the
       parameter's class.
-    - `opaque` is a packed weight that the kernel library holds in an object of its own. The weight
-      cannot be mapped, so layers share the object. The reference to the object is weak, because the
-      object holds the record. Both are freed with the last layer that uses them.
-    - `opaque_bytes` and `plain_name` are the size and the digest of the weight that was packed.
-    - `origins` are the places of the source tensors.
-    - `aliases` are records with equal bytes and other recipes. They live as long as this record.
+    - `opaque` is a weak reference to the kernel's function or handler that holds a packed weight.
+      Packed weights cannot be mapped, so layers share this object instead. The object holds this
+      record, and both are freed with the last layer that uses them.
+    - `opaque_bytes` and `plain_name` are the size and the digest of the weight before packing.
+    - `origins` are the places from which the source tensors were read.
+    - `aliases` are records of other recipes that give equal bytes. This record keeps them alive.
     """
 
     key: str
@@ -147,8 +147,9 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
     """Return the structure of the recipes of `parameters`, and the locations of the source tensors.
 
-    In the structure, source tensors are numbered instead of named by digest, so the structure does
-    not depend on their bytes. The locations are in the order of the numbers.
+    Layers with equal structures compute their tensors in the same way, perhaps from other bytes. To
+    make the structure independent of the bytes, the recipes are hashed with numbers in place of the
+    source tensors' digests. The locations are in the order of these numbers.
     """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}

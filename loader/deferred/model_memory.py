@@ -87,9 +87,11 @@ class ModelMemory:
         made: bool,
         sources: Iterable[SourceTensor] = (),
     ) -> None:
-        """Record in the ledger a final tensor that lies in `used`, a resident or a layer record.
+        """Record the final tensor `name` in the ledger, with its size and source tensors.
 
-        `made` says that this load built `used`.
+        `used` is the resident or layer record whose memory the tensor uses, or None. `made` says
+        that the memory was filled just now. The tensor counts as shared if `used` is given and this
+        load did not build it, just now or earlier.
         """
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)

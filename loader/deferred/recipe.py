@@ -43,10 +43,9 @@ COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
-    """Return the writes that determine the bytes of `storage` after its first `version` writes.
+    """Return those of the first `version` writes that determine the bytes of `storage`.
 
-    If one of these writes overwrites the whole storage, the result begins with the last one that
-    does.
+    Writes before the last one that overwrites the whole storage are left out.
     """
     if version == 0:
         return []
@@ -63,8 +62,8 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 def needs_base(storage: VirtualStorage, version: int) -> bool:
     """Return whether the bytes after `version` writes depend on the storage's initial content.
 
-    They do not if writes that ignore the old content of their target cover every byte before any
-    other write is made.
+    Only the writes that `live_writes` returns count. The result is False if they replace every byte
+    before one of them reads old bytes, as `add_` does.
     """
     if version == 0:
         return storage.nbytes > 0
@@ -320,11 +319,11 @@ class StorageRange(NamedTuple):
 
 
 def parts_of(view: View) -> list[StorageRange]:
-    """Return the ranges that the writes behind `view` fill, in order, without gap or overlap.
+    """Divide the storage of `view` into the ranges that single writes fill; return them in order.
 
-    `view` covers its whole storage. The result is one range, the whole storage, if the writes leave
-    a gap or overlap, if there are fewer than two, or if one is not contiguous or does not overwrite
-    its target.
+    `view` covers its whole storage. The storage is divided only if all writes are contiguous,
+    ignore the old bytes, and fill the storage without gap or overlap. Otherwise the result is one
+    range, the whole storage.
     """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]

@@ -55,9 +55,10 @@ class SharingPlan:
         return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def must_be_read(self, each: DeferredParameter) -> bool:
-        """Return whether the final tensor `each` is shared, but no digest of its sources is known.
+        """Return whether all sources of the final tensor `each` have to be read to share it.
 
-        All its sources then have to be read.
+        This is so if none of the sources has a known digest. The result is False for a tensor that
+        stays private or is installed already.
         """
         if each.installed or not each.sources or self.reason(each) is not None:
             return False

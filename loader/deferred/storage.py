@@ -184,11 +184,10 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
 
 
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
-    """Return the tensor at `place` within `source`, as a view of `source`.
+    """Return the tensor that lies at `place` in the bytes of `source`, as a view of `source`.
 
-    `source` is a deferred, contiguous tensor that stands for a source tensor. `place` tells where
-    another tensor of the checkpoint lies in the bytes of that source tensor, as in files of
-    `torch.save`.
+    `source` is a deferred, contiguous tensor that stands for a source tensor. In files of
+    `torch.save`, several tensors of a checkpoint may lie in the bytes of one source tensor.
 
     Raises:
         UnsupportedError: The tensor is stored conjugated or negated, so it is not a view.

@@ -73,10 +73,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class Tracer:
     """The tracer of one load, with all its deferred storages. For one thread.
 
-    `evaluate` computes a view as a real CPU tensor, for operations that depend on data. If loading
-    code creates a tensor on the "meta" device of a deferred parameter, the tensor is created on
-    `device` instead; vLLM's loads pass the CPU, also for a model on a GPU. `data_reads` names the
-    operations that were executed because they depend on data.
+    `evaluate` computes a view as a real CPU tensor, for operations that depend on data.
+    `data_reads` names the operations that were executed for this reason. `device` replaces the
+    "meta" device: if loading code creates a tensor on the device of a deferred parameter, which is
+    "meta", the tensor is created on `device` instead.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """Hash the parameters of a loaded model in batches, and build residents of new ones.
 
 A *resident* is an immutable tensor in memory that models share; it lies in a *slab*, a piece of
-shared memory. If no resident has a parameter's dtype and shape, the parameter is copied into a slab
-and hashed in one pass. The hash is then that of the slab's bytes, so no second one is needed to
-detect a file that changed between hashing and copying. Files are read, and not accessed through
-their mappings, where each page fault would wait for the disk.
+shared memory. Usually a parameter is hashed first, and is copied into a slab only if no resident
+has its bytes. If no resident from before the load has its dtype, shape and stride, the parameter is
+copied and hashed in one pass where possible. Files are read, and not accessed through their
+mappings, where each page fault would wait for the disk.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class DedupCandidate:
 class MissingResident:
     """A resident to build, because none has the bytes of the parameter `candidate`.
 
-    `replica` is the resident's replica number, because equal tensors of one model have different
-    numbers. `number` is the parameter's index in the batch.
+    `replica` is the number of the resident among those with equal bytes; equal tensors of one model
+    get different residents. `number` is the parameter's index in the batch.
     """
 
     candidate: DedupCandidate
@@ -185,7 +185,10 @@ class HashBatch:
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start to hash all parameters, and to copy into a slab those that cannot be resident yet.
+        """Start to hash all parameters, and to copy new ones into a slab.
+
+        A parameter counts as new only if no resident from before the load can have its bytes or a
+        part of them.
 
         Raises:
             ChangedFileError: A file has become shorter.
@@ -325,7 +328,7 @@ class SourceBytes:
     def misalignment(self) -> int:
         """The tensor's address modulo 64 bytes.
 
-        Copies keep it, because a kernel may round differently for another alignment.
+        Copies have the same value, because compute kernels may round differently with another one.
         """
         return self.tensor.data_ptr() % ALIGNMENT
 

@@ -74,8 +74,9 @@ def note_root(root: nn.Module) -> None:
 def root_module(part: nn.Module) -> nn.Module:
     """Return the model that `note_root` has recorded for the module `part`.
 
-    Returns `part` itself if no model was recorded or the model is gone. A part of a model may be
-    converted by itself, but must share no memory with another part of the model.
+    Returns `part` itself if no model was recorded or the model is gone. When a part of a model is
+    shared by itself, this is how the memory of the other parts is found. Two parts of a model must
+    not get the same memory.
     """
     known = _root(part)
     return part if known is None else known
@@ -89,8 +90,8 @@ def _root(part: nn.Module) -> nn.Module | None:
 class ReplicaAssigner:
     """The assigner of replica numbers to the parameters of one model. For one thread.
 
-    A replica number of a resident key is given to one parameter at a time. `taken` has the replicas
-    that parameters of the model use already.
+    Two parameters with the same resident key get different numbers. `taken` has the replicas that
+    parameters of the model use already.
     """
 
     def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
@@ -142,11 +143,11 @@ class ReplicaAssigner:
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
     ) -> None:
-        """Exchange replicas between parameters with equal bytes, so that models agree on them.
+        """Exchange replicas between parameters with equal bytes, by the parameters' names.
 
-        `named` has all parameters of the model by name. `shares` maps the id of a shared parameter
-        to its share, which is updated. A parameter gets the replica that was built for its name, if
-        there is one. The remaining replicas are assigned in the order of `named`.
+        A parameter gets the replica that was built for its name, if there is one. The remaining
+        replicas are assigned in the order of `named`. `named` has all parameters of the model by
+        name. `shares` maps the id of a shared parameter to its share, which is updated.
         """
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
     """Build a resident for `candidate` from leaves of other residents; read only the rest.
 
-    Pass the result to `HostProvider.enter_known`. Call `HostProvider.end_known` in any case, also
-    after an error.
+    Pass the result to `HostProvider.enter_known`, which registers it. Call `HostProvider.end_known`
+    in any case, also after an error.
 
-    Returns None where nothing is to be gained or allowed, for example in these cases:
+    Returns None if this would save nothing or is not possible, for example in these cases:
 
     - No resident has a leaf in common with the parameter.
     - The parameter is small (below 8 MiB), or its leaf digests are not remembered.

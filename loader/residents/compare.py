@@ -51,9 +51,9 @@ def require_as_hashed(
 ) -> None:
     """Check that residents that were copied from mapped files have the bytes that were hashed.
 
-    `made` has pairs of a tensor and its resident. A mapped tensor is hashed first and copied later,
-    and the file may be written to in between without a change of its times. Residents of tensors
-    that are not mapped from a file, as `memory` tells, are not checked. Call this before the
+    `made` has pairs of a tensor and its resident. If the tensor is mapped from a file, it was first
+    hashed and then copied to the resident, and the file may have changed in between. Tensors that
+    are not mapped from a file, according to `memory`, are not checked. Call this before the
     residents are registered.
 
     Raises:

@@ -118,11 +118,10 @@ class _Admitted(NamedTuple):
 class HostSession(ManagerSession[ResidentRequest, Resident]):
     """One load's requests to a manager of host memory, where tensors can share leaves.
 
-    If a new tensor has leaves in common with tensors of the manager, these tensors are leased, and
-    only the other leaves are put. A record describes the new tensor to other processes. It is
-    published under the tensor's recipe and digest, and under the marks of some leaves
-    (`leaf_marks`), by which other processes find candidates for sharing. A second record lists the
-    tensor's contents (`Content`), if they are known.
+    If a new tensor has leaves in common with tensors of the manager, only its other leaves are put,
+    and the tensors with the common leaves are leased. Other processes find the new tensor by its
+    recipe, by its digest, and by hashes of some of its leaves (`leaf_marks`). Its contents
+    (`Content`) are published, too, if they are known.
     """
 
     def __init__(self, client: Client, checkpoint: str) -> None:
@@ -192,8 +191,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Return residents of the manager that may have some of these `contents`.
 
         `contents` are the parts of a new tensor whose digests are known, and `geometry` has the
-        dtype, shape and stride of that tensor. If the manager knows the contents of a resident that
-        is returned, they are registered with `note_contents`.
+        dtype, shape and stride of that tensor. If the manager knows the contents of a returned
+        resident, they are registered in this process with `leaves.note_contents`.
         """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
@@ -214,9 +213,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Reserve room for the pieces of a new tensor that lie in no tensor of the manager.
 
         `pieces` are all pieces of the tensor, and `geometry` has its dtype, shape and stride.
-        Returns a function to call now and then while the missing pieces are read. Returns None if
-        the manager cannot hold the tensor in parts. `put_built` or `end_known` ends the
-        reservation.
+        Returns a function that tells the manager that this load is still working; call it now and
+        then while the missing pieces are read. Returns None if the manager cannot hold the tensor
+        in parts. `put_built` or `end_known` ends the reservation.
 
         Raises:
             RefusedError: There is no room.

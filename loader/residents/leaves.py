@@ -187,20 +187,20 @@ def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, in
 def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None) -> list[str]:
     """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
-    A mark is the hash of the first memory page of a leaf, the offset of the leaf, and the dtype,
-    stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf if the tensor
-    has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes. `read` is as for
-    `build_from_leaves`.
+    A mark is one hash over several inputs: the first memory page of a leaf, the offset of the leaf,
+    and the dtype, stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf
+    if the tensor has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes.
+    `read` is as for `build_from_leaves`.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
     return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
 
 
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
-    """Return look-up keys as `leaf_marks` does, but derived from digests of `contents`.
+    """Return look-up keys as `leaf_marks` does, but computed from the digests in `contents`.
 
-    If the digests of a content's leaves are known, they are used instead of that of the content.
-    The tensor need not be in memory.
+    The tensor need not be in memory. For a content with known leaf digests, these are used, and for
+    any other its own digest.
     """
     digests = (
         (unit, contents[unit.content].digest)
@@ -268,9 +268,9 @@ def build_from_contents(
     - `read(n, leaves, write)` reads the leaves of content `n` whose numbers are in `leaves`, or the
       whole content if `leaves` is None. It calls `write(piece, offset)`, with the offset in the
       content, from any thread.
-    - `check(n, data)` is called with the bytes `data` of content `n` if the tensor has several
-      contents and single leaves of this one were shared. It raises if the bytes do not have the
-      content's digest.
+    - `check(n, data)` is called with the bytes `data` of each content `n` of which single leaves
+      were shared. It raises if the bytes do not have the content's digest. If there is only one
+      content, it is not called: compare the content's digest with that of the result instead.
     - `digest_of` hashes the finished tensor, which gives the resident's key.
     - `residents` are the residents to share with, whose contents were registered by
       `note_contents`. The default is all residents of this process with the same dtype, row shape

@@ -218,9 +218,9 @@ def composition_in(record: bytes) -> Composition | None:
 
 
 def key_in(layer: LayerFound) -> ResidentKey | None:
-    """Return the key of the tensor that `layer` of the manager holds, whole or in parts.
+    """Return the key of the tensor that `layer`, an entry of the manager, holds.
 
-    Returns None if the layer is not a single tensor.
+    The tensor may be whole or in parts. Returns None if the entry is not a single tensor.
     """
     composition = composition_in(layer.record)
     if composition is not None:
@@ -261,12 +261,12 @@ def is_of(lease: Lease, slab: Slab) -> bool:
 class PartsPlan:
     """A plan to put a tensor that has parts in common with leased tensors.
 
-    In the manager, the tensor becomes a layer that consists of several tensors.
+    In the manager, the tensor becomes a layer (an entry) that consists of several tensors.
 
-    - `tensors` are these tensors: the leased ones that are needed and, if parts are missing, one
-      new tensor with all missing parts side by side.
-    - `needed` has the leases on the leased ones.
-    - `parts` lists the parts of the tensor, each as a part of one of `tensors`.
+    - `needed` has the leases on those leased tensors that have a part of the new tensor.
+    - `tensors` are the tensors of the layer: those in `needed` and, if parts are missing, one new
+      tensor with all missing parts side by side.
+    - `parts` lists the parts of the new tensor, each as a part of one of `tensors`.
     - `rest_bytes` is the total size of the missing parts.
     - `unfit` is the reason why the manager cannot hold the tensor in parts, or None.
     """
@@ -322,11 +322,11 @@ class PartsPlan:
     ) -> Sequence[str]:
         """Write the missing parts, and check the digest of the whole tensor.
 
-        The digest is computed from the bytes that were written and leased. `data` has the tensor's
-        bytes. If `data` is a mapping of a file, `read` reads the bytes from the file (see
-        `copied_part`). `put` and `missing` are the arguments that the manager's client passes: the
-        put to write to, and the tensors that the manager lacks. Returns no digests, because the
-        manager computes them.
+        The manager's client calls this method. `put` is the put to write to, and `missing` are the
+        tensors that the manager lacks. `data` has the tensor's bytes; if it is a mapping of a file,
+        `read` reads the bytes from the file (see `copied_part`). The digest is computed from the
+        bytes that were written and leased. Returns an empty sequence, because the manager computes
+        the digests that it needs.
 
         Raises:
             RefusedError: A leased tensor is no longer resident (code "not_resident"), a lease

@@ -156,9 +156,9 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 class ManagerSession(Generic[Request, Held]):
     """One load's requests to one memory manager. For one thread; sessions may share a client.
 
-    Look-ups and puts raise MemoryManagerError. After a RefusedError the tensors stay private, and
-    later look-ups go on; after any other error the load continues without the manager. A leased
-    tensor that does not fit its key counts as missing, and `unusable` has the first reason.
+    Look-ups and puts raise MemoryManagerError. The caller is expected to go on using the manager
+    after a RefusedError, and to do without it after any other. A leased tensor that does not fit
+    its key counts as missing, and `unusable` has the first reason.
     """
 
     def __init__(
@@ -221,10 +221,10 @@ class ManagerSession(Generic[Request, Held]):
             self._note_unusable(f"another process has been building {first} for {PUT_WAIT_S:.0f} s")
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Publish `recipe` for `resident` again if the manager is restarted.
+        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
 
-        The announcement lasts as long as the object `resident`, which must be the one in the
-        registry. Does nothing if no manager lends the resident.
+        This lasts as long as the object `resident`, so pass the object that is in the registry.
+        Does nothing if no manager lends the resident.
         """
         if isinstance(resident, LentResident | LentInParts):
             self._remember(resident, [self._key(recipe)], *resident.published)
@@ -374,9 +374,9 @@ class ManagerResidents(Generic[Request, Held]):
     ) -> Callable[[], None] | None:
         """Reserve room for a tensor that consists of new pieces and pieces of `having` residents.
 
-        Returns a function to call now and then while the new pieces are read. Returns None if the
-        manager cannot hold the tensor or has no room. After that function was returned, call
-        `put_built`, or `end_known` to release the room.
+        Returns a function that tells the manager that this load is still working; call it now and
+        then while the new pieces are read. Then call `put_built`, or `end_known` to release the
+        room. Returns None if the manager cannot hold the tensor or has no room.
         """
         found: list[Callable[[], None] | None] = []
         self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
@@ -423,7 +423,7 @@ class ManagerResidents(Generic[Request, Held]):
         self._ask(lambda session: session.publish_parts(recipe, resident))
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Publish `recipe` for `resident` again if the manager is restarted.
+        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
 
         Does nothing without a manager.
         """

@@ -68,11 +68,14 @@ class ResidentProvider(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """The total size in bytes from which smaller tensors that were collected are built."""
+        """The total size in bytes at which the tensors collected for one slab are built."""
 
     @property
     def local(self) -> bool:
-        """Whether residents are built in this process's host memory, at any alignment."""
+        """Whether residents are built in host memory of this process and may have any alignment.
+
+        Only then can a tensor be read straight into the slab of its resident.
+        """
 
     @property
     def plain(self) -> bool:
@@ -148,7 +151,7 @@ class HostProvider:
 
     @property
     def local(self) -> bool:
-        """Whether residents are built in this process's memory, at any alignment."""
+        """Whether residents are built in this process's memory and may have any alignment."""
         return not self.manager.in_use and not self.keep_alignment
 
     @property
@@ -266,12 +269,12 @@ class HostProvider:
         contents: Sequence[Content],
         build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
-        """Build a resident from parts of others, which are found by the digests of `contents`.
+        """Build a resident that takes parts from others, which are found by digest.
 
-        `contents` are the parts of the tensor whose digests are known. `build(residents, admit)`
-        passes both arguments on to `build_from_contents` and returns the result. `residents` are
-        the candidates to share with. They are residents of the memory manager, if there is one, and
-        otherwise residents of this process that this load has not built.
+        `contents` are the parts of the new tensor, with their digests. `build(residents, admit)`
+        calls `build_from_contents` with these two arguments and returns the result. This method
+        passes it the residents to take parts from: those of the memory manager or, without a
+        manager, those of this process that this load has not built.
 
         Returns None if no resident can be built in this way. Otherwise pass the result to
         `enter_known`. Call `end_known` in any case, also after an error.

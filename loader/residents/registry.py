@@ -80,8 +80,7 @@ class Registry:
         """Return the large residents (8 MiB and more) that may share leaves with a tensor.
 
         They have the dtype, row shape and stride of `key`, and are ordered from old to new.
-        Residents in a memory manager are left out, because there is no lease on a part of a
-        resident.
+        Residents that a memory manager lends are left out.
         """
         with self._lock:
             found = self._large.get(_row_geometry(key))

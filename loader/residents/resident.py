@@ -249,10 +249,12 @@ class Resident:
     """A shared tensor in memory, which lies in one or more slabs. Immutable, safe from any thread.
 
     It lives as long as a reference to it, or to a tensor that it mapped, exists; the registry's
-    references are weak. `extents` are the slab ranges that have its bytes, in order. A resident
-    with several extents shares leaves (parts of 2 MiB) with other tensors and keeps their slabs
-    alive. `leaf_shared_bytes` of its bytes were in memory before it was built. `place` has the
-    ranges of `extents` for comparison, and keeps no slab alive.
+    references are weak. A resident that shares leaves (parts of 2 MiB) with other tensors may lie
+    in several slabs, which it keeps alive.
+
+    - `extents` are the slab ranges that have its bytes, in order.
+    - `leaf_shared_bytes` is the number of its bytes that were in memory before it was built.
+    - `place` has the same ranges as `extents`, for comparison, but keeps no slab alive.
     """
 
     __slots__ = (

@@ -30,8 +30,8 @@ class ResidentCheck:
     """The result of `verify`: the number of residents (shared tensors) and bytes that were hashed.
 
     `mismatches` has the digests of residents whose bytes have changed. `not_verifiable` names what
-    cannot be compared with a digest: packed weights, by layer key, and tensors that were cast on
-    their device, by device and digest.
+    cannot be compared with a digest: packed weights, by the key of their layer, and tensors that
+    were cast on a device, as `DEVICE:DIGEST`.
     """
 
     residents: int
@@ -128,8 +128,8 @@ def leave_gpus(model: nn.Module) -> int:
     stays shared.
 
     Raises:
-        OutOfMemoryError: There is no memory for the copies. The model's values and addresses are
-            unchanged. Do not write to the model.
+        OutOfMemoryError: Some memory could not be made private. The model's values and addresses
+            are unchanged. Do not write to the model.
     """
     return require_private_in_place([*model.parameters(), *model.buffers()])
 

@@ -110,8 +110,7 @@ class Backend(Protocol):
         """Return the sealed slab of an earlier manager that the descriptor `fd` refers to.
 
         The returned object owns `fd`. If this method raises, `fd` stays open and still belongs to
-        the caller. The caller can then choose a thread to close it, because closing a descriptor
-        that a client has opened may block.
+        the caller.
 
         Raises:
             NotSealedError: The descriptor is not memory of this kind. A backend that seals also

@@ -105,8 +105,8 @@ class VmmBackend:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
 
         Raises:
-            NotSealedError: `fd` is not memory of this GPU, or the size does not suit the driver.
-                `fd` stays open.
+            NotSealedError: `fd` is not memory of this GPU, or `nbytes` is not a multiple of the
+                driver's granularity. `fd` stays open.
         """
         try:
             handle = self._driver.import_(fd)

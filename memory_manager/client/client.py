@@ -301,11 +301,11 @@ class Client:
         return found
 
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
-        """Mark leases as held by a sleeping engine or, with `asleep=False`, by a woken one.
+        """Mark leases as held by a sleeping engine or, with `asleep=False`, remove the marks.
 
-        Return for each lease whether its tensor is in use awake: by an unmarked lease of any
-        client, or by a put. With `asleep=False`, all results are True. The leases keep their
-        tensors in either case.
+        Return for each lease whether its tensor is still used by an engine that is awake: any
+        client has a lease on it without the mark, or is building a layer with it. A marked lease
+        keeps its tensor in memory, too.
 
         Raises:
             RefusedError: The code is "not_resident" if the manager does not know one of the leases,
@@ -338,18 +338,19 @@ class Client:
         fill: Fill | None = None,
         wait_s: float = PUT_WAIT_S,
     ) -> PutResult:
-        """Build `layers` in the manager's memory, unless another process builds them.
+        """Build `layers` in the manager's memory and publish them, or lease those that exist.
 
         `layers` maps layer keys to the layers. `fill` writes the tensors into the slab; by default
-        their `data` is copied. The slab is then sealed and the layers are published.
+        their `data` is copied.
 
-        If another process is building a layer, this call waits for it, at most `wait_s` seconds for
-        all layers together. If that process gives up or falls silent, this call takes the layer
-        over. A layer that is already published with another record or with other digests is not
-        used.
+        If a layer is published already, its tensors are leased. If it was published with another
+        record or other digests, it is left out of the result. If another process is building a
+        layer, this call waits for it, at most `wait_s` seconds for all layers together. If that
+        process gives up or falls silent, this call builds the layer.
 
         A MemoryManagerError is returned in the result instead of being raised; layers that were put
-        before the error stay usable. A thread that has an unfinished put must not call this.
+        before the error stay usable. A thread that has an unfinished put must not call this,
+        because two processes could then wait for each other.
         """
         result = PutResult()
         deadline = time.monotonic() + wait_s
@@ -419,7 +420,8 @@ class Client:
         layers.
 
         Raises:
-            RefusedError: The code is "limit" if this client holds the maximum number of puts.
+            RefusedError: The code is "limit" if this client holds the maximum number of puts, or
+                the manager has no memory left for the reservation.
         """
         connection = self._connection
         reply, _ = connection.ask(Reserve(list(keys), checkpoint), Reserved)
@@ -454,20 +456,21 @@ class Client:
     def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
         """Publish a layer record under `keys`, which need not be reserved.
 
-        This client must hold leases on all tensors in `digests`. Return the number of keys that had
-        no record before.
+        This client must hold leases on all tensors in `digests`. A key that has a record already
+        keeps it. Return the number of keys that now lead to the new record.
 
         Raises:
-            RefusedError: Another client is building the layer of the first key (other keys that are
-                being built are left out), a tensor is not leased, or the manager has no memory left
-                for records.
+            RefusedError: A tensor is not leased, the manager has no memory left for records, or the
+                layer of the first key is being built. If the layer of another key is being built,
+                only that key is left out.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
-        """Note a layer record whose tensors are leased, for `reconnect` to publish it again.
+        """Note a layer record, so that `reconnect` publishes it again with the next manager.
 
-        Return those keys that were not noted with this record before.
+        `digests` are the record's tensors, on which this client must hold leases. Return the keys
+        that are new or were noted with another record.
         """
         new = (record, tuple(digests))
         found = [key for key in keys if self._records.get(key) != new]

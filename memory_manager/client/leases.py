@@ -19,8 +19,7 @@ _Item = TypeVar("_Item")
 class WeakBag(Generic[_Item]):
     """A collection of weak references that may change while it is iterated, unlike a WeakSet.
 
-    It takes no lock, because objects are finalized in any thread and a fork may happen at any
-    moment.
+    It takes no lock, because a finalizer or a forked child might wait for that lock for ever.
     """
 
     def __init__(self, items: Iterable[_Item] = ()) -> None:
@@ -68,8 +67,8 @@ class Lease:
     """The right to use one tensor: `nbytes` bytes of `slab` from `offset`.
 
     It ends with `close`, or when the object is garbage-collected, so code that maps the bytes must
-    hold the lease until it has unmapped them. In a forked child, the copy of a lease keeps the
-    memory but is not a lease, because the manager knows only the parent.
+    hold the lease until it has unmapped them. After a fork, the manager knows only the parent's
+    lease. The child's copy of the object keeps the memory, but the manager does not count it.
     """
 
     __slots__ = ("__weakref__", "_end", "digest", "nbytes", "number", "offset", "slab")

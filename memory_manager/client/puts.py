@@ -94,15 +94,15 @@ class PutLayer:
 class PutResult:
     """The result of `Client.put`.
 
-    The caller keeps all layers that are not in `layers` in private memory. The other fields say
-    why, except for a layer that was published with another record or other digests, or was given up
-    after repeated attempts.
-
-    * `layers` has the layers that are now in the manager's memory.
+    * `layers` has the layers that are now in the manager's memory. The caller keeps all other
+      layers in private memory.
     * `error` is the error that ended the call, or None.
     * `unusable` has the layers for which the manager holds a tensor with the same digest but
       another size.
     * `still_building` has the keys that other processes were still building when the time was up.
+
+    A layer is in none of these fields if it was published with another record or other digests, was
+    given up after repeated attempts, or was not done when `error` ended the call.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
@@ -325,7 +325,10 @@ class Put:
         self.open_keys.discard(key)
 
     def abandon(self) -> None:
-        """Give up the unpublished layers and free the slab. Never fails; may be called twice."""
+        """Give up the unpublished layers; free the slab if it was not sealed. Never fails.
+
+        If all layers are published or given up already, nothing is done.
+        """
         if not self.open_keys:
             return
         self.open_keys.clear()
@@ -355,14 +358,15 @@ def publish(
     digests: Sequence[str],
     keys: Sequence[str],
 ) -> int:
-    """Publish one record under several keys; return the number of keys that had none before.
+    """Publish one record under several keys; return the number of keys that now lead to it.
 
-    `put` is the number of the put that has reserved the first key. If it is 0, no key has to be
-    reserved. Keys that do not fit into one message are sent in further messages.
+    Keys that have a record already keep it, and are not counted. `put` is the number of the put
+    that has reserved the first key, or 0 if none has. Keys that do not fit into one message are
+    sent in further messages.
 
     Raises:
-        RefusedError: Another client is building the layer of the first key of a message, a tensor
-            is not leased, or the manager has no memory left for records.
+        RefusedError: The put was taken over, a tensor is not leased, the manager has no memory left
+            for records, or the layer of the first key in a message is being built by another put.
     """
     size = 1 + MAX_KEYS
     new = 0

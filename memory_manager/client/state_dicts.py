@@ -56,8 +56,9 @@ class _Index(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class PublishedStateDict:
     """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
 
-    `nbytes` is the size of all storages, `written_bytes` that of the layers (up to 128 storages
-    each) of which this call wrote at least one storage.
+    `nbytes` is the size of all storages, and `written_bytes` the size of those that the call wrote.
+    Storages are published in groups of up to 128. If the call wrote one storage of a group, the
+    whole group counts in `written_bytes`.
     """
 
     name: str
@@ -105,8 +106,8 @@ class StateDictClient:
 
         Raises:
             ConfigError: The name is not valid, or another state dict has it.
-            UnsupportedError: A value is not a plain dense tensor in host memory: subclasses of
-                Tensor but Parameter and Buffer, and quantized tensors, are refused.
+            UnsupportedError: A value is not a plain dense tensor in host memory. Quantized tensors
+                are refused, and subclasses of Tensor other than Parameter and Buffer.
             MemoryManagerError: The manager does not answer, or has no room.
         """
         _check_name(name)

@@ -85,8 +85,8 @@ class Ledger:
     """The ledger of all slabs, residents and pins, and of the bytes that they cost.
 
     * `budget`: the bytes that may be in use.
-    * `mappings_hold`: whether mappings keep their memory after the manager has released a slab. If
-      False, the manager holds each slab until no process can have it mapped.
+    * `mappings_hold`: whether mapped memory stays valid after the manager has closed it. If False,
+      the manager keeps a released slab open until no process can have it mapped.
     * `max_slabs`: the number of slabs that the manager may hold at a time, because each needs a
       descriptor.
     """
@@ -311,9 +311,8 @@ class Ledger:
     def remember(self, nbytes: int) -> bool:
         """Count `nbytes` for the manager's own records.
 
-        Return False, and count nothing, if the limit of these records is reached. The count may
-        bring `charged` above the budget until `trim` evicts unused slabs. If all slabs are in use,
-        `charged` stays above the budget, because a lease is not refused for lack of budget.
+        Return False, and count nothing, if the limit of these records is reached. Otherwise
+        `charged` may be above the budget afterwards; `trim` then evicts unused slabs.
         """
         if not self.may_remember(nbytes):
             return False

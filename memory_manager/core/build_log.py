@@ -33,7 +33,10 @@ def count(
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Look for clients that have built nothing for a few seconds, and log their sums."""
+    """Log the sum of each client and checkpoint to which nothing was added for a few seconds.
+
+    A sum waits as long as the client has an unfinished put for the checkpoint.
+    """
     for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
         for name, tally in list(connection.tallies.items()):
@@ -43,7 +46,7 @@ def look(state: ManagerState, now: float) -> None:
 
 
 def say_all(state: ManagerState, connection: ClientState) -> None:
-    """Log all sums of a client, because the client or the manager ends."""
+    """Log the sums of all checkpoints of a client, because the client or the manager ends."""
     for name, tally in connection.tallies.items():
         _say(state, connection, name, tally)
     connection.tallies.clear()

@@ -221,8 +221,8 @@ class Core:
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
         """Take over the pins and layer records of the last manager, before any client connects.
 
-        A record can be looked up when all its tensors have been hashed (`hashed`), unless a client
-        is building its key by then.
+        A record can be looked up as soon as all its tensors have been taken over and hashed. If a
+        client is building the layer by then, the record is dropped.
         """
         reclaim.expect(self._state, records, pins)
 

@@ -292,9 +292,8 @@ class ManagerState:
     def enter_record(self, key: str, record: KeyRecord) -> bool:
         """Make a layer key lead to a record, whose tensors must be resident.
 
-        Return True, or False if the key has a record already. If the limit on the manager's own
-        memory is reached, the least recently used keys are dropped, except the keys of an equal
-        record.
+        Return True, or False if the key has a record already. If there is no memory left for
+        records, the least recently used keys are dropped.
 
         Raises:
             RefusedError: Dropping keys does not make enough room.

@@ -346,7 +346,7 @@ def _published(
 def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
     """Handle Abandon: end a put. An unknown put is ignored.
 
-    The client has unmapped the slab, so the slab no longer counts against the budget.
+    The client has unmapped the slab. Unless the slab has resident tensors, it is freed.
     """
     put = connection.puts.get(message.put)
     if put is None:

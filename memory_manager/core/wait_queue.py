@@ -29,9 +29,9 @@ def wait(state: ManagerState, now: float, connection: ClientState, message: Wait
 
 
 def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
-    """Answer a client's open Wait, because the client has sent another request.
+    """Answer a client's open Wait with "building", because the client has sent another request.
 
-    The answer is "building". It must come first, because replies keep the order of the requests.
+    Call it before that request is handled, because replies keep the order of the requests.
     """
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:

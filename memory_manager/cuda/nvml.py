@@ -15,8 +15,8 @@ _MODULE: Final = "pynvml"  # what nvidia-ml-py is imported as
 class ProcessUse(msgspec.Struct, frozen=True):
     """The GPU memory of one process in bytes, or None if NVML does not report it.
 
-    NVML often cannot report it in containers. Memory that several processes map counts for the
-    process that allocated it, while that process has it open.
+    NVML often cannot report it in containers. If several processes map the same memory, it counts
+    for the process that allocated it, as long as that process has it open.
     """
 
     pid: int

@@ -183,7 +183,8 @@ class Release(Message, frozen=True):
 class StandBy(Message, frozen=True):
     """Mark leases as held by an engine that sleeps, or by one that has woken.
 
-    The reply says which of the tensors are in use awake. A lease keeps its tensor in either case.
+    The reply says which of the tensors are used by an engine that is awake. A lease keeps its
+    tensor in either case.
     """
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
@@ -325,7 +326,10 @@ class Waited(Message, frozen=True):
 
 
 class StoodBy(Message, frozen=True):
-    """The answer to StandBy: whether an unmarked lease, or a put, holds each lease's tensor."""
+    """The answer to StandBy: for each lease, whether an engine that is awake uses its tensor.
+
+    That is so if a put, or a lease that is not marked as asleep, holds the tensor.
+    """
 
     awake: list[bool]
 

@@ -63,11 +63,9 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
 def device_socket(path: Path, device: str) -> Path:
     """Return the path of the socket for the manager of a GPU.
 
-    `path` is the socket's path for the manager of host memory, and `device` the UUID of the GPU;
-    with "" the result is `path`. Because socket paths are short, the file name has only the
-    beginning of the UUID; the manager's Welcome has all of it. Each GPU has a manager of its own,
-    so a GPU that fails disturbs no other manager, and the manager of host memory needs no CUDA
-    driver.
+    `path` is the socket of the manager of host memory, and `device` the UUID of the GPU. The result
+    lies in the same folder, and its name has the beginning of the UUID. If `device` is "", the
+    result is `path`.
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.

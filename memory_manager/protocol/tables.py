@@ -15,9 +15,10 @@ class Totals(Message, frozen=True, omit_defaults=True):
     """The answer to Status: the state of the manager in numbers. Sizes are in bytes.
 
     * `charged` counts against `budget`. It includes the manager's own records.
-    * `lingering_bytes` are the bytes of slabs that processes without a connection may have mapped.
-    * `leaf_shared_bytes` are bytes that clients use as parts (leaves) of tensors that are otherwise
-      different.
+    * `lingering_bytes` are the bytes of slabs that a process may still have mapped although its
+      connection or its put has ended.
+    * `leaf_shared_bytes`: a client may map some leaves (pieces of 2 MiB) of a tensor as parts of
+      another tensor. This is the size of all parts that are mapped so.
     """
 
     pid: Number
@@ -49,7 +50,8 @@ class Totals(Message, frozen=True, omit_defaults=True):
 class ClientRow(WirePart, frozen=True):
     """A connected client and its use of memory.
 
-    If the client uses only some leaves of a tensor, only those leaves count in `leased_bytes`.
+    If the client uses only some leaves (pieces of 2 MiB) of a tensor, only those leaves count in
+    `leased_bytes`.
     """
 
     pid: int
@@ -61,12 +63,11 @@ class ClientRow(WirePart, frozen=True):
 
 
 def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
-    """Return the bytes of memory that sharing saves.
+    """Return a lower bound of the bytes of memory that sharing saves.
 
-    This is the sum of the bytes that processes use, less `leased_bytes`, which is the size of all
-    tensors in use, each counted once and whole. If a process has several connections, only the one
-    with the most bytes counts, because they may lease the same tensors. So the result is a lower
-    bound.
+    This is the sum of the bytes that each process uses, less `leased_bytes`: the size of all
+    tensors in use, each counted once. If a process has several connections, only the one with the
+    most bytes counts, because they may lease the same tensors.
     """
     used: dict[int, int] = {}
     for row in clients:

@@ -31,9 +31,8 @@ _RETRY_S: Final = 0.02
 class ClientSocket:
     """A client's socket, and the messages that are still to be sent to it.
 
-    `outbox` has these messages, each with the memory whose descriptors it will send. If a message
-    had to wait, it may hold the last reference to that memory; `drop` then frees the memory on
-    another thread.
+    `outbox` has these messages, each with the memory whose descriptors it will send. `drop` frees
+    objects on another thread.
     """
 
     number: int

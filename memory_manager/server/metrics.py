@@ -79,9 +79,10 @@ _ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 
 
 
 def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
-    """Return a histogram of the duration of look-ups, and the part of it for one device.
+    """Return a new histogram of the seconds that look-ups take, and its child for one device.
 
-    Durations are recorded in that part, which is labelled with `device`.
+    A look-up is a request for layers or tensors. The caller records it in the child, which is
+    labelled with `device`.
     """
     text = "Seconds from a look-up of layers or tensors until its answer is on its way."
     name = _PREFIX + "attach_seconds"

@@ -75,8 +75,8 @@ class SlabJobs:
     """The jobs of one manager, and the threads that run them.
 
     Call the methods in the event loop's thread; only `allocate` and `ring` are safe from any
-    thread. `client` is the number of the client's process, because the processes take turns,
-    however many connections each has.
+    thread. The parameter `client` is the number of a process, not of a connection, so a process
+    with several connections gets no more turns than another.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:

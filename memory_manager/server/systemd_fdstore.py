@@ -4,8 +4,9 @@ When the manager ends, it sends the descriptors of its sealed slabs to systemd, 
 memory file that has an index of their contents. The next manager inherits the descriptors. It
 decodes the index strictly, and checks and hashes the slabs like slabs that clients offer.
 
-Slabs of GPU memory cannot be hashed. For them, the names of the descriptors, which are never used
-twice, tell which digests belong to which slab.
+Slabs of GPU memory cannot be hashed, so their digests are taken from the index. It lists each slab
+by the name of its descriptor. Such a name is never used twice, so no slab gets the digests of
+another one.
 """
 
 import array
@@ -73,9 +74,8 @@ class HandoverRecord(WirePart, frozen=True):
 class HandoverIndex(Message, frozen=True, tag="Index"):
     """The index for the next manager: slabs, layer records and pins.
 
-    `generation` is random and part of the names under which descriptors are stored. So these names
-    differ from those that systemd still has from an earlier index, whose slabs may have the same
-    numbers.
+    `generation` is random and part of the name of each stored descriptor. So a slab cannot be
+    mistaken for one with the same number that systemd still has from an earlier index.
     """
 
     generation: Name

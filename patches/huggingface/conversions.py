@@ -316,9 +316,9 @@ class Conversion:
     def finish(self) -> None:
         """Wait for the devices, and keep residents in host memory for a model that is offloaded.
 
-        Call it after the conversion. An offloaded model returns to these residents after each use,
-        without a copy or a hash. Without the wait, another model could use a tensor before it is
-        complete, or a thread could hash it too early.
+        Call it after the conversion. After the wait, other models may use the converted tensors,
+        and threads may hash them. An offloaded model returns to its residents in host memory after
+        each use, without a copy or a hash.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):

@@ -253,8 +253,8 @@ def run(
     * Only one load runs at a time: a load in another thread is waited for.
     * Within a load in the same thread, the models belong to that load and its report.
     * If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
-    * If `call` fails, the error is raised. The random generators are restored first, except after a
-      second call or within another load.
+    * If `call` fails, the random number generators are restored, and the error is raised. After a
+      second call, or within another load, they are not restored.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.

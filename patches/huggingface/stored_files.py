@@ -1,8 +1,8 @@
-"""Reading the safetensors files of a stored checkpoint through functions of the frameworks.
+"""Replacements for the functions with which the frameworks read safetensors files.
 
 A stored checkpoint is loaded from a stub folder, in which the weight files have only their headers.
-The functions below take the tensors of these files from shared memory and the store. All other
-files are read as usual.
+The replacements take the tensors of these files from shared memory and the store. All other files
+are read as usual.
 """
 
 from __future__ import annotations

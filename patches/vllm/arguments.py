@@ -67,9 +67,11 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
     `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed,
     and its other keys are kept in the result.
 
-    * If `value` is None, arguments without this package's load format are returned with equal
-      values, and so is the result of an earlier call.
+    * If `value` is None and `load_format` is not "tensor_dedup", the result equals the two
+      arguments, with {} in place of None.
     * If the configuration is disabled, the result is what vLLM would get without this package.
+    * The result of an earlier call may be given again, with the same `value` or None. It is then
+      returned with equal values.
 
     Raises:
         ConfigError: The configuration is not valid, does not combine with the load format, or was

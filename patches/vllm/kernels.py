@@ -1,8 +1,8 @@
-"""vLLM's kernels: which processed layers a layer key can identify, and what kernels have packed.
+"""vLLM's kernels: which layers can be shared by layer key, and what a kernel has packed.
 
 A layer key identifies a processed layer by everything that processing reads. Only classes that
-tests cover are named here. They are looked up by name. In a vLLM that has moved one of them, models
-still load, and the layers of that class are shared by their final bytes.
+tests cover are named here. If the installed vLLM has moved one of them, models still load, and the
+layers of that class are shared by their final bytes.
 """
 
 from __future__ import annotations
@@ -104,12 +104,11 @@ def dispatch() -> dict[str, bool]:
 
 
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the layer's `cpu_linear` if its packed weight can be used by other layers, or None.
+    """Return the layer's `cpu_linear` if it has a packed weight that other layers can use, or None.
 
-    `cpu_linear` is the function with which vLLM computes the layer. If the weight is packed, the
-    function is a closure, which holds a oneDNN handler, or a packed weight and the number of
-    outputs. A closure that holds anything else, such as the copy of the bias in vLLM 0.28, cannot
-    be used by other layers.
+    `cpu_linear` is the function with which vLLM computes the layer. A packed weight is held in the
+    closure of this function. If the closure also holds data of the layer itself, such as a copy of
+    its bias (vLLM 0.28), other layers cannot use it.
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -151,10 +150,9 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 def scales_kept() -> Iterator[list[int]]:
     """Context manager: while it is active, int8 handlers made by this thread keep their scales.
 
-    oneDNN gets the scales once, as a pointer. Without this, the pointer would dangle if the
-    parameter got other memory, or if another layer used the handler after its own layer was
-    dropped. The value is the list of storages kept so far, with one entry for each handler. Several
-    threads can use this context manager at the same time.
+    oneDNN has only a pointer to the scales, so their memory must exist as long as the handler. The
+    context manager yields the list of storages kept so far, with one entry for each handler.
+    Several threads can use it at the same time.
     """
     kept: list[int] = []
     with _HANDLERS.watched():

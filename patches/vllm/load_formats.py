@@ -53,9 +53,9 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
     """Mark the embeddings in a saved state as tied again, if vLLM took them for untied.
 
-    A saved state has tied weights once, under one name. vLLM allows for that only if the load
-    format is called `sharded_state`, and here it is called `tensor_dedup`. For any other
-    `load_format` nothing is done.
+    A saved state has tied weights once, under one name. vLLM takes them for untied unless the load
+    format is called `sharded_state`; here it is called `tensor_dedup`. `load_format` is the inner
+    format. If that is not `sharded_state`, nothing is done.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:

@@ -447,8 +447,8 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
     `where` is the path of the manager's socket, or "auto" for the default path; no manager is
     started. If `device` is the UUID of a GPU, the manager of that GPU is asked instead. Only
-    tensors that are listed under the name `checkpoint` count, so tensors that a fine-tune shares
-    with other models count only after it was loaded once.
+    tensors that the manager lists under the name `checkpoint` count. So the result is 0 for a
+    fine-tune that was never loaded, even if its base is in memory.
     """
     try:
         beside = socket_path(None if os.fspath(where) == AUTO else where)

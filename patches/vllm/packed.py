@@ -68,8 +68,8 @@ class PackedGemm(KeyedLayer):
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the weight if its digest is not known yet, and return it by name.
 
-        The result is {} in two cases: if the digest is known, and if the layer keeps a large
-        weight, because that weight is read directly into shared memory.
+        If the digest is known, the result is {}. It is also {} for a large weight that the layer
+        keeps unpacked: such a weight is read directly into shared memory.
         """
         session, weight = self.context.session, self.weight
         if weight.installed or weight.known:
@@ -133,12 +133,10 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Let vLLM pack the weight, and register the result under `key`.
+        """Let vLLM pack the weight, and register the result under `key` if others can use it.
 
         If a weight with equal bytes has been packed under another key, its packed form is used
-        instead, except with `verify_bytes`. If vLLM drops the unpacked weight after packing, that
-        weight is made in scratch memory. A packed form that other layers cannot use is not
-        registered.
+        instead. With `verify_bytes` it is not, because packed bytes cannot be compared.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight

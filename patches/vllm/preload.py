@@ -26,8 +26,9 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
     """Load the checkpoint `path` in an engine, and pin its tensors in the manager at `socket`.
 
-    `engine_args` are further arguments of vLLM's engine. Return None, or a reason if nothing was
-    pinned, or if tensors of every loaded model were left out. Tensors that were pinned stay pinned.
+    `engine_args` are further arguments of vLLM's engine. Return None on success. Otherwise return
+    the reason why nothing was pinned, or why no loaded model is shared completely. In the second
+    case, the tensors that could be pinned stay pinned.
     """
     from vllm import LLM
 

@@ -88,11 +88,11 @@ class LayerContext:
         parameters: Mapping[str, DeferredParameter],
         content: str | None = None,
     ) -> LayerKey:
-        """Return the key of a layer, which must not have been processed yet.
+        """Return the key of a layer that has not been processed yet.
 
-        The digests of all `parameters` must be known. If `content` is given, there must be one
-        parameter only: `content` is the digest of its bytes, and is used in place of the digest of
-        its recipe.
+        The key includes the digest of each parameter's recipe, for which the digests of its source
+        tensors must be known. If there is only one parameter, `content` may be given: the digest of
+        its bytes, which is used instead.
         """
         return LayerKey.of(
             self.process,
@@ -121,11 +121,11 @@ class LayerContext:
     def refusal(
         self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
     ) -> str | None:
-        """Return why `verify_bytes` forbids a layer with these parameters to use `record`, or None.
+        """Return why a layer with these parameters must not use `record`, or None if it may.
 
-        `record` describes a processed layer. Its use is forbidden if that layer was made from
-        tensors with other bytes, or if those tensors can no longer be read for the comparison.
-        Without `verify_bytes` the result is None.
+        `record` describes a processed layer. With `verify_bytes`, the checkpoint tensors from which
+        that layer was made are compared with those of `parameters`. They must have equal bytes, and
+        it must still be possible to read them. Without `verify_bytes` the result is None.
         """
         if not self.session.config.verifies_bytes:
             return None
@@ -231,9 +231,9 @@ class ProcessedLayer:
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
         """Give each parameter private memory with its content, so that vLLM can process the layer.
 
-        `made` maps names to tensors that were computed already. Each of them is removed from
-        `made`, and its scratch memory returned, as soon as it is copied, except for parameters that
-        share a storage.
+        `made` maps names to tensors that were computed already. A tensor is removed from `made` as
+        soon as it is copied, and its scratch memory is returned. Only tensors for parameters that
+        share a storage stay in `made`.
         """
         session = self.context.session
         for name, each in self.deferred.items():

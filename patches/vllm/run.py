@@ -1,10 +1,9 @@
 """One load of one vLLM model, from open files to the report.
 
-On a GPU, the model is built without its weights in GPU memory, so that a model fits whose weights
-are shared with others. Constructors run with the GPU as torch's default device, and compute buffers
-and tables there as in plain vLLM. Only parameters are moved to host memory. Each is moved when it
-is registered, so that no more than one of them is on the GPU at a time. The content of a parameter
-is moved, too, unless it is uninitialised.
+On a GPU, constructors run with the GPU as torch's default device, so buffers and tables are
+computed there as in plain vLLM. Each parameter is moved to host memory as soon as it is registered.
+So the GPU never has to hold a second copy of weights that are shared with another model. The
+content of a parameter is moved, too, unless it is uninitialised.
 """
 
 from __future__ import annotations
@@ -387,7 +386,7 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Move parameters that the loading code has created itself to the GPU.
+        """Move to the GPU the parameters that the loading code has created itself.
 
         Without a GPU nothing is done.
         """
@@ -410,11 +409,11 @@ class LoadRun:
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
-        """Context manager: tie the output head to the embeddings if both have equal tensors.
+        """Context manager: at its start, tie the output head to the embeddings if both are equal.
 
-        The tensors are those of the checkpoint, and the head is tied at the start. vLLM would
-        compare the bytes of the two tensors; here their recipes are compared first. While the
-        context manager is active, vLLM does not try to tie the head itself.
+        Their tensors in the checkpoint are compared by digest where possible, and otherwise by
+        value as vLLM does. While the context manager is active, vLLM does not try to tie the head
+        itself.
         """
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
@@ -506,9 +505,10 @@ class LoadRun:
         return report
 
     def say_not_lent(self, report: ModelReport) -> None:
-        """Add to `report` why tensors are not shared with other processes, or only as a whole.
+        """Add to `report` why tensors are not shared with other processes, or not by leaf.
 
-        If there is no reason, nothing is added.
+        Tensors that differ are shared by leaf: they share those leaves (2 MiB) that are equal. If
+        there is no reason to add, the report is not changed.
         """
         reason = self.session.provider.not_lent
         if reason is not None:
@@ -565,10 +565,10 @@ def parameters_on_host(
 ) -> Iterator[None]:
     """Context manager: while it is active, parameters of new modules go to host memory.
 
-    A parameter that is registered on `device` is moved. Only modules that the calling thread
-    creates are affected, and for a CPU nothing is done. The modules must be created inside `with
-    uninitialised.watching():`, because the content of storages that `uninitialised` lists is not
-    copied.
+    A parameter that is registered on `device` is moved. Its content is copied, unless it lies in a
+    storage that `uninitialised` lists. To keep this list right, create the modules inside `with
+    uninitialised.watching():`. Only modules that the calling thread creates are affected. For a CPU
+    nothing is done.
     """
     if device.type == "cpu":
         yield

@@ -52,10 +52,10 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
 def make_unresolved(original: Callable[..., None], engine_args: Any, given: BoundArguments) -> None:
     """Initialise `engine_args` for a model `store://NAME` without looking the name up.
 
-    vLLM creates engine arguments from the model's name alone, to see which other arguments differ
-    from their defaults. With HF_HUB_OFFLINE it would then look for the name as a path, so it is
-    given the current folder instead. `original` is vLLM's initialiser and `given` has its
-    arguments. `refuse_unresolved` keeps engines from using the result.
+    `original` is vLLM's initialiser and `given` has its arguments. vLLM also creates engine
+    arguments from the model's name alone, to see which other arguments differ from their defaults.
+    With HF_HUB_OFFLINE, the initialiser would look for the name as a path. So it gets the current
+    folder, and the name is set afterwards. `refuse_unresolved` keeps engines from using the result.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir

@@ -69,8 +69,7 @@ def install() -> None:
     """Wrap the function of vLLM that packs weights, so that it leaves layers with KEEP_PLAIN alone.
 
     KEEP_PLAIN is an attribute on layers whose weight is shared unpacked. Without the wrapper, a
-    reload would pack that weight. Calling this again has an effect only if vLLM's function was
-    replaced meanwhile.
+    reload would pack that weight. A function that is wrapped already is left as it is.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):

@@ -1,9 +1,9 @@
 """Wrappers of vLLM's weight iterators, which yield deferred tensors during a load.
 
 Deferred tensors have a shape but no data. `DefaultModelLoader` calls the wrappers after it has
-chosen, filtered and downloaded the files, so all of that is still done by vLLM. Outside a load with
-this package, as in a reload, in another loader or in another thread, the original iterators run.
-`stored_tensors` yields the tensors of stored checkpoints, which have no weight files.
+chosen, filtered and downloaded the files, so vLLM still does all of that. If no load with this
+package is active in the thread, for example in a reload, the original iterators run.
+`stored_tensors` yields the tensors of checkpoints in a store.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a stored checkpoint with its name, if `wanted(name)` is True.
 
-    `paths` are the checkpoint's weight files. Within `deferring` the tensors are deferred, which
-    means that they have no data; otherwise they are read from the store, which `opening` opens.
+    `paths` is the result of `stored_paths`. Within `deferring` the tensors are deferred, so they
+    have no data; otherwise they are read from the store. `opening` opens the checkpoint.
     """
     open_files = active()
     if open_files is not None:

@@ -16,8 +16,8 @@ class Store(LocalStore):
     A `Store` keeps no file open between calls. So any number of objects, threads and processes may
     use the same folder at once, and a forked child may go on using the object. A `Store` is a
     `LocalStore` with two more methods, `push` and `pull`. It can be passed wherever a `LocalStore`
-    is expected, for example to `CheckpointStore`. The `store` of a CheckpointStore that was given a
-    path is a `LocalStore`.
+    is expected, for example to `CheckpointStore`. If a `CheckpointStore` is given a path
+    instead, its attribute `store` is a `LocalStore` without these methods.
 
     Raises:
         StoreError: The store, its files or its disk failed; the subclass says how.

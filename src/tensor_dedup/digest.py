@@ -3,9 +3,9 @@
 leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples of 2 MiB
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
 
-So a leaf digest never equals a digest, and no bytes can imitate another tensor's leaves. Bytes are
-raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes. Their
-digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
+The two are different modes of BLAKE3, so a leaf digest never equals a digest. Bytes are raw,
+contiguous and little-endian. Algorithms other than BLAKE3 have no leaves: they hash u64le(nbytes)
+and the bytes. Their digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
 One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes
 last combines the results. So work in the pool never waits for other work in the pool, and cannot
@@ -69,19 +69,20 @@ def submit(
     """Start hashing `data` on the thread pool; the future's result is `digest(data, algorithm)`.
 
     `fill(piece, offset)`, if given, writes the bytes at `offset` of `data` into `piece` just before
-    they are hashed, so that they are still in a CPU cache. `fill` is called once for each leaf,
-    from several threads at once and in any order. An error in `fill` is raised by this call or by
-    the future. With blake3, `fill` may compare a leaf and return its 32-byte digest; that leaf is
-    then not hashed again.
+    they are hashed, so that they are still in a CPU cache. With blake3, `fill` is called once for
+    each leaf, from several threads at once and in any order. It may return the leaf's 32-byte
+    digest, if it knows it; the leaf is then not hashed. With other algorithms, `fill` is called
+    once for all of `data`. An error in `fill` is raised by this call or by the future.
 
     `leaves`, if given, receives the leaf digests, in order, before the result is set. It stays
-    empty with other algorithms, for data of a single leaf, and for calls from threads of the pool.
+    empty with algorithms other than blake3, for data of a single leaf, and if a thread of the pool
+    calls this function.
 
-    The buffer is referenced until the work is done and released before the result is set, so an
-    mmap may be closed as soon as result() has returned. Small buffers, and all calls from threads
-    of the pool, are hashed before this function returns, so waiting for the result inside the pool
-    is safe. The future cannot be cancelled. A forked child has a pool of its own; futures of its
-    parent never complete there.
+    `data` is referenced until the work is done and released before the result is set, so an mmap
+    may be closed as soon as result() has returned. If `data` is small, or a thread of the pool
+    calls this function, `data` is hashed before the function returns; so waiting for the result
+    inside the pool is safe. The future cannot be cancelled. A forked child has a pool of its own;
+    futures of its parent never complete there.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
@@ -119,11 +120,10 @@ def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
 def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    The future's result and `leaves` are as for `submit`. `fill(piece, offset)` writes the bytes at
-    `offset` into `piece`, a buffer of the pool. The buffer is reused once its leaf is hashed, so
-    `fill` must also copy the bytes to their destination. As for `submit`, `fill` is called from
-    several threads, may return the digest of a leaf that it has compared, and may raise an error.
-    Do not wait for the result inside the pool.
+    `fill(piece, offset)` writes the bytes at `offset` into `piece`, a buffer of the pool. The
+    buffer is reused once its leaf is hashed, so `fill` must also copy the bytes to their
+    destination. All else about `fill`, `leaves` and the future's result is as for `submit`. Do not
+    wait for the result inside the pool.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
@@ -169,7 +169,7 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
 def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the offset and size of each leaf of the `nbytes` bytes at offset `start`.
 
-    For LEAF_BYTES or fewer the result is empty, because a single leaf is the whole range.
+    If `nbytes` is at most LEAF_BYTES, the result is empty: the only leaf would be the whole range.
     """
     if nbytes <= LEAF_BYTES:
         return []
@@ -181,9 +181,9 @@ def digests_by_place(
 ) -> dict[tuple[int, int], str]:
     """Return a dict from (offset, size) to digest, for a range of bytes and for each of its leaves.
 
-    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. The digest
-    of a leaf is the one that its bytes have as a range of their own. The dict for a range of a
-    single leaf has one entry.
+    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. For a
+    leaf, the dict does not have the leaf digest, but the result of `digest` for the leaf's bytes.
+    If the range is a single leaf, the dict has one entry.
 
     Raises:
         IntegrityError: The number of leaves does not match `nbytes`, or a leaf digest is not 32

@@ -1,8 +1,7 @@
 """Element types: their names in this package, their sizes in bits, and torch's names for them.
 
-A type has the name that safetensors uses, if safetensors has the type. Each file format accepts its
-own subset of the types: the reader of pickles lists those that it trusts, and safetensors has no
-complex type but C64. This module does not import torch.
+A type has the name that safetensors uses, if safetensors has the type. Each file format accepts
+only some of the types. This module does not import torch.
 """
 
 from collections.abc import Mapping

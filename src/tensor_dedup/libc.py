@@ -193,9 +193,11 @@ def move_over(source: int, target: int, nbytes: int, name: str) -> None:
     """Move the mapping at `source` over the mapping at `target`, atomically for readers.
 
     Readers of `target` see the old or the new contents. `name` is the name of the file that is
-    mapped at `target`. If the kernel fails and leaves nothing mapped at `target`, a copy of the new
-    contents is mapped there. A read before that gets SIGSEGV. If the copy fails too, the process
-    ends.
+    mapped at `target`.
+
+    The kernel may fail and leave nothing mapped at `target`. In that case a copy of the new
+    contents is mapped there, and a read before that gets SIGSEGV. If the copy fails too, the
+    process is aborted.
 
     Raises:
         OSError: The move failed, and both mappings are unchanged.

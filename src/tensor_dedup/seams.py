@@ -1,9 +1,9 @@
 """Functions and classes of a framework that this package replaces or relies on, called seams.
 
 Each seam is recorded with its signature, which is compared with the installed framework. The
-comparison covers the names, kinds and defaults of parameters; annotations may change. The caller
-decides what follows from a difference. `usable` and `Replacements` leave a single function alone.
-vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
+comparison covers the names, kinds and defaults of parameters; annotations may change. If a function
+differs, `Replacements` does not replace it. For vLLM, a difference turns off the whole feature that
+needs the function (`tensor_dedup.patches.vllm.seams`).
 """
 
 import functools
@@ -22,8 +22,8 @@ class Seam:
     """A name in a framework that this package depends on, and what is known about it.
 
     `target` is "module:qualified name", and `reason` says why the name matters. `part` says in a
-    sentence what a load does without it, or is the key of such a sentence in a table. One of these
-    is compared with the installed framework:
+    sentence what a load does without the name; in `VllmSeam` it is a feature's name instead. One of
+    these is compared with the installed framework:
 
     - `signature`, the whole signature; those in `earlier`, from older versions, are accepted too;
     - `needs`, the names of parameters, for a generated `__init__` with hundreds of parameters;
@@ -145,9 +145,11 @@ def usable(seam: Seam) -> bool:
 
 
 class Replacements:
-    """A context manager: while it is active, framework functions are replaced. For one thread.
+    """A context manager that replaces functions of a framework while it is active.
 
-    A function that does not match its seam is left as it is.
+    `wanted` has seams, each with a function that makes the replacement from the original function.
+    If the installed function does not match its seam, it is not replaced. The replacements take
+    effect in all threads; the context manager itself is for one thread.
     """
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:

@@ -24,9 +24,8 @@ class Reasons:
     """Why a checkpoint adds bytes: how it differs from the most similar checkpoint before it.
 
     `changes` describes the differences in words. `nearest` is the position of the most similar
-    checkpoint, or None for the first checkpoint. `full` says that every tensor changed and none was
-    added or resized. The checkpoint is then a full fine-tune or an unrelated model. For a
-    fine-tune, the differences that a store keeps may still be small.
+    checkpoint, or None for the first checkpoint. `full` is True for a full fine-tune or an
+    unrelated model: nearly all tensors have other bytes, but the same names, shapes and dtypes.
     """
 
     nearest: int | None

@@ -35,9 +35,8 @@ class Contribution:
     are in natural order.
 
     `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load shares with an
-    earlier checkpoint. A load shares leaves only in tensors of 8 MiB and more, and only if an equal
-    leaf is at the same offset of a tensor with equal dtype and row shape. Leaves whose digests are
-    not known are not counted. A store shares leaves of smaller tensors, too.
+    earlier checkpoint. A load shares leaves only between tensors of 8 MiB and more with equal dtype
+    and row shape, and only at equal offsets. Leaves whose digests are not known are not counted.
     """
 
     own: tuple[AnalyzedTensor, ...]

@@ -188,7 +188,10 @@ def _sorted(tensors: Iterable[AnalyzedTensor]) -> _Tensors:
 
 
 def prefixes_of(old: str, new: str) -> tuple[str, str]:
-    """Return the prefixes in which two names differ, before their longest common ending."""
+    """Return what remains of two names without their longest common ending.
+
+    For example, `model.a.b` and `a.b` give `("model.", "")`.
+    """
     common = 0
     for one, two in zip(reversed(old), reversed(new), strict=False):
         if one != two:

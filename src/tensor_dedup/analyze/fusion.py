@@ -65,7 +65,10 @@ class Final:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """A key that is equal for parameters whose parts lie at equal offsets."""
+        """The suffix, and the shape and dtype of each part.
+
+        If these are equal for two parameters, their parts lie at equal offsets.
+        """
         return self.suffix, *((part.shape, part.dtype) for part in self.parts)
 
 
@@ -73,10 +76,10 @@ class Final:
 class FusedGroup:
     """Counts for all fused parameters of one kind, such as `qkv_proj`, in all checkpoints.
 
-    `fused` is the number of these parameters, and `shared` the number of shared ones. `followers`
-    is `fused` without the parameters in the first checkpoint that has any, because these cannot be
-    shared with an earlier checkpoint. `broken` is the number of private parameters with parts that
-    an unfused load would share. `lost_bytes` is the size of those parts.
+    `fused` is the number of these parameters. `followers` is the number without those in the first
+    checkpoint that has any, which have no earlier parameter to be shared with. `shared` is the
+    number of shared parameters. `broken` is the number of parameters that are not shared, although
+    an unfused load would share some of their parts. `lost_bytes` is the size of those parts.
     """
 
     suffix: str

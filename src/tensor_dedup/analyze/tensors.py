@@ -62,9 +62,9 @@ class Residents:
         self._held: Counter[object] = Counter()
 
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
-        """Add the tensors of a model, given by key, and count those that were in memory before.
+        """Add the tensors of a model, and return how many of them were in memory before, by key.
 
-        Returns these counts by key.
+        `wanted` has the key of each tensor; equal tensors have equal keys.
         """
         counts = Counter(wanted)
         found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})

@@ -51,10 +51,11 @@ class Variant:
 def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
     """Return the rows of the table for `count` variants, with these checkpoints as examples.
 
-    The first checkpoint is the base, and the average of the others stands for each of the variants.
-    If there is only a base, it stands for its variants, and the row about sharing is left out.
-    Quantised sizes are lower bounds, because all matrices are counted as quantised, embeddings
-    included. Packed weights count at their present size. No I/O.
+    The first checkpoint is the base, and the others are examples of its variants: each of the
+    `count` variants has their average size. If there is only a base, it is the example, too, and
+    the row about sharing is left out. Quantised sizes are lower bounds, because all matrices are
+    counted as quantised, embeddings included. Weights that are packed already keep their size. No
+    I/O.
 
     Raises:
         ConfigError: `count` is below 1.

@@ -197,10 +197,11 @@ def given(name: str) -> str | None:
 
 
 def repeating_given(text: str, path: object = None) -> str:
-    """Return `text` with the store and the URL of this command line added to the commands in it.
+    """Return `text` with the store and the URL of this command line put into the commands in it.
 
-    Commands are recognised by backquotes. If `path` is outside the given store, `text` is taken to
-    be about the URL, and the store is not added.
+    Commands in `text` stand in backquotes. The word `URL` in them is replaced, and `--store` is
+    appended to those that take it. `path` is the path that `text` is about. If the command line has
+    a URL, and `path` is outside the store, `--store` is not appended.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):

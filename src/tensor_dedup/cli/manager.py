@@ -162,10 +162,11 @@ def _processes(overview: Overview) -> str:
 def clients(
     out: Console, overview: Overview, use: DeviceUse | NotAvailable | None = None
 ) -> tuple[Table, str]:
-    """Return a table of client processes and their leases, and a line about left-out columns.
+    """Return a table of client processes and their leases, and a line that names left-out columns.
 
     The leases of all connections of a process are added up. If `use` has a report of NVML, a column
-    shows each process's use of the GPU. The line is "" if no column is left out.
+    shows each process's use of the GPU. Columns are left out if `out` is too narrow. The line is ""
+    if there are none.
     """
     of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
@@ -198,10 +199,10 @@ def _of_process(use: DeviceUse, pid: int) -> str:
 
 
 def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
-    """Return a table of the bytes of each checkpoint, and a line about left-out columns.
+    """Return a table of the bytes of each checkpoint, and a line that names left-out columns.
 
-    A tensor that several checkpoints share counts for each of them. The line is "" if no column is
-    left out.
+    A tensor that several checkpoints share counts for each of them. Columns are left out if `out`
+    is too narrow. The line is "" if there are none.
     """
     rows = overview.checkpoints
     columns = {
@@ -214,9 +215,10 @@ def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
 
 
 def builds(out: Console, overview: Overview) -> tuple[Table, str]:
-    """Return a table of the puts in progress, and a line about left-out columns.
+    """Return a table of the puts in progress, and a line that names left-out columns.
 
-    In a put, a client adds tensors to the manager. The line is "" if no column is left out.
+    In a put, a client adds tensors to the manager. Columns are left out if `out` is too narrow. The
+    line is "" if there are none.
     """
     rows = overview.builds
     columns = {
@@ -241,10 +243,7 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class HeldName:
-    """A name in a manager: `here` says whether the manager holds anything of that name.
-
-    `pinned` says whether the name is pinned.
-    """
+    """Whether a manager holds anything under a name (`here`), and has pinned it (`pinned`)."""
 
     here: bool
     pinned: bool

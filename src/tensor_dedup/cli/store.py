@@ -117,7 +117,8 @@ def existing_or_said(
 ) -> Store | None:
     """Open an existing store; if there is none, print a message and return None.
 
-    If `as_json` is True, the message is `document`, in which a `store` is set to the store's path.
+    If `as_json` is True, `document` is printed instead of the message. If it has a field `store`,
+    the field is set to the store's path.
     """
     try:
         return existing(store)
@@ -133,7 +134,10 @@ def existing_or_said(
 
 
 def empty(store: Store, what: str) -> str:
-    """Return the message that the store holds only `what`, and how to name another store."""
+    """Return the message that the store holds `what`, such as "no checkpoints".
+
+    The message also says how to name another store.
+    """
     return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
 
 

@@ -82,10 +82,10 @@ def _divided(parts: list[str], width: int) -> list[str]:
 def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
     """Split a text into lines of at most `width` characters; lines after the first are indented.
 
-    By default, the lines are indented by the length of a label at the beginning of the text, which
-    ends with two spaces, or by the length of the text's leading spaces. Words that are longer than
-    a line are split after a dot or slash. A number and its unit stay together, and a command stays
-    on one line if it fits.
+    `indent` is the number of spaces. By default, a text that begins with a label and two spaces, as
+    "path  /data" does, continues below what follows the label. Any other text is indented like its
+    first line. Words that are longer than a line are split after a dot or slash. A number and its
+    unit stay together, and a command stays on one line if it fits.
     """
     if len(text) <= width:
         return [text]
@@ -138,6 +138,9 @@ def fitted(
     least: Sequence[str],
 ) -> tuple[Table, str]:
     """Return a table that fits the console, and a line that names the columns left out, or "".
+
+    `heading` and `names` are the title and the cells of the first column. `columns` maps the title
+    of each other column to its cells.
 
     If the table is too wide, revisions in names are shortened first. Then columns in `least` are
     left out, one by one in this order, until there is room for the names.

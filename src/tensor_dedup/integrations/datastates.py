@@ -5,6 +5,18 @@
 For this key DeepSpeed imports a module `datastates`, which the separate distribution in
 packaging/datastates provides.
 
+`save_checkpoint` returns before anything is written. The next optimizer step waits until the state
+that it changes has been copied. Each file of a checkpoint is saved as a step in the store. When the
+step is durable, a small pointer file that names the step is written in place of DeepSpeed's file.
+When all files of a checkpoint are durable, the file `latest` is set to the tag of the checkpoint:
+
+    mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
+    zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
+    latest                                       is written by the rank that finishes last
+
+DeepSpeed does not pass `save_latest` to the engine, so `latest` is always written. All ranks need
+one shared file system with locks for the store, and one for the checkpoint's folder.
+
 The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They have the same
 meaning as in `CheckpointStore`, with two exceptions:
 
@@ -13,27 +25,15 @@ meaning as in `CheckpointStore`, with two exceptions:
   are deleted, with their pointer files and with folders that contain nothing else. With `drain`,
   each rank deletes its own files, at its next save or at its end.
 
-`save_checkpoint` returns before anything is written. The next optimizer step waits until the state
-that it changes has been copied. Each file of a checkpoint is saved as a step in the store. When the
-step is durable, a small pointer file that names the step is written in place of DeepSpeed's file.
-When all files of a checkpoint are durable, the file `latest` is set to the tag of the checkpoint.
-
 If each checkpoint has its own tag, `load_checkpoint` without a tag always finds the last checkpoint
 that is complete on all ranks, even if a rank was killed during a save. Saving under an existing tag
 replaces the pointers one by one. If a save then fails or a rank is killed, the tag cannot be loaded
 until all of its files are saved again.
 
-A checkpoint is complete when it is on the fast tier. If that tier is lost before `drain` has copied
-the checkpoint, `latest` names steps that no longer exist. A load then fails, and the error message
-names a tag that can be loaded. A program that restarts automatically can call `newest_tag`.
-
-    mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
-    zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
-    latest                                       is written by the rank that finishes last
-
-DeepSpeed passes its configuration, the state and the paths to the engine, but not `save_latest`, so
-`latest` is always written. All ranks need one shared file system with locks for the store, and one
-for the checkpoint's folder.
+A checkpoint is complete when all of it is in `store`, even if it has not been copied to `drain`. If
+`store` is lost before that, `latest` names steps that no longer exist. A load then fails, and the
+error message names a tag that can be loaded, if there is one. A program that restarts automatically
+can call `newest_tag`.
 """
 
 import json
@@ -248,7 +248,7 @@ class _FileRun(CheckpointStore):
 
 
 class DecoupledStoreEngine:
-    """A checkpoint engine that has the interface of DataStates, and saves to a store.
+    """A checkpoint engine that saves to a store, and takes the place of the DataStates engine.
 
     Saves run in the background. The error of a failed save is raised once, by the next optimizer
     step, the next `save` or the next `wait`. Only one training at a time may save to a run, because
@@ -318,14 +318,15 @@ class DecoupledStoreEngine:
         return number
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state to which the pointer file at `path` leads, with tensors on the CPU.
+        """Return the state that was saved to `path`, after waiting for the saves of this engine.
 
-        The method first waits for the saves of this engine. A file that is not a pointer file is
-        loaded by DeepSpeed.
+        If `path` is a pointer file, the step that it names is loaded, with tensors on the CPU. Any
+        other file is loaded by DeepSpeed, with `map_location`.
 
         Raises:
             UnknownStepError: The step was deleted or lost, or its checkpoint is not complete.
             CorruptTensorError: The step is damaged.
+            StoreError: A save of this engine failed.
         """
         self.wait(persist=True)
         file = Path(path)
@@ -421,12 +422,12 @@ def newest_tag(
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
     `store` and `drain` are the values in DeepSpeed's JSON. A checkpoint can be loaded if the steps
-    for all files of all ranks are in the store or in its second tier. If this holds for the
-    checkpoint that `latest` names, its tag is returned. Otherwise, among the checkpoints that can
-    be loaded, the one with the newest pointer files is chosen.
+    for all files of all ranks are in `store` or `drain`. If this holds for the checkpoint that the
+    file `latest` names, its tag is returned. Otherwise the result is the tag of the checkpoint
+    whose files were written last, among those that can be loaded.
 
     If torch.distributed is initialized, all ranks must call this function together, and all get the
-    result of rank 0. The call also starts to drain steps that are only in `store`.
+    result of rank 0. The call also starts to copy steps that are only in `store` to `drain`.
 
     Raises:
         NotAStoreError: `store` or `drain` is something other than a store.

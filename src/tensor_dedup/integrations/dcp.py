@@ -154,12 +154,13 @@ class StoreWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store the tensors in this rank's plan, its part of the step.
+        """Store the tensors and other values in `plan` as this rank's part of the step.
 
-        The tensors are durable when the method returns.
+        They are durable when the method returns.
 
         Raises:
-            TakenPartError: Another run is called RUN/part-RANK and has a step of this number.
+            TakenPartError: The part is called RUN/part-RANK@STEP, but another checkpoint has that
+                name.
             StoreError: The part cannot be saved.
             UnsupportedArrayError: An array in the part cannot be saved.
             NamedTwiceError: A tensor and another value would be stored under the same name.

@@ -165,9 +165,10 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         part.replace(target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Return the state to which the pointer file at `path` leads, with tensors on the CPU.
+        """Return the state that was saved to `path`.
 
-        A file that is not a pointer file is loaded by DeepSpeed, with `map_location`.
+        If `path` is a pointer file, the step that it names is loaded, with tensors on the CPU. Any
+        other file is loaded by DeepSpeed, with `map_location`.
 
         Raises:
             UnknownStepError: The step was deleted or replaced.
@@ -246,9 +247,9 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
     ) -> Any:
         """Return the state in the step that the pointer names.
 
-        `open_run` opens the run with a given name, with its second tier if it has one. In messages,
-        `path` is the path of the pointer file, and `advise` returns the advice at the end if the
-        step cannot be loaded.
+        `open_run` opens the run with a given name, with its second tier if it has one. `path`, the
+        path of the pointer file, is used in error messages only. The message of an
+        UnknownStepError ends with the advice that `advise` returns.
 
         Raises:
             UnknownStepError: The step was deleted, lost or replaced.
@@ -267,10 +268,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
     def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
-        """Return the place of the pointer's step in the order of saving, or None if it is gone.
+        """Return the place of the pointer's step in the order in which steps were saved.
 
-        `places(run)` returns the places of the steps of a run. A step that was saved again after
-        the pointer was written counts as gone.
+        The result is None if the step was deleted, or was saved again after the pointer was
+        written. `places(run)` returns the places of the steps of a run, by step number.
         """
         step = parse_step_name(self.name)
         found = None if step is None else places(step.run).get(step.step)

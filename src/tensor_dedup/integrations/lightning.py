@@ -220,10 +220,11 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers, and remember the number of the step at which the training begins.
+        """Hook the optimizers of an asynchronous callback, and record the current step number.
 
-        The callback does not save a step with this number. While gradients accumulate, several
-        batches have the same step number, and a checkpoint would lack the accumulated gradients.
+        A hook makes an optimizer wait until the tensors that it changes have been copied. While
+        gradients accumulate, the step number stays the recorded one, so `on_train_batch_end` does
+        not save a step with this number.
         """
         self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:

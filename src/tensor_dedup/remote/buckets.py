@@ -130,9 +130,10 @@ class Bucket(ABC):
         return None
 
     def outer(self) -> str | None:
-        """Return the path of a remote or store around this bucket, or None if none is known.
+        """Return the path or URL of a remote or store around this bucket, or None if none is known.
 
-        Only the folders above a bucket on this machine are searched; other buckets return None.
+        For a local folder, all folders above it are searched. On a server, a remote is found if the
+        bucket is in one of its own folders, such as `refs`. Other buckets return None.
         """
         return None
 
@@ -174,7 +175,8 @@ class Bucket(ABC):
     def head(self, key: str) -> ObjectStatus | None:
         """Return the status of an object, or None if there is no object.
 
-        Compare the tag in the status only with tags from `list`, not with tags from `get`.
+        Compare the tag in the status only with tags from `list`. Those from `get` have another
+        form.
         """
 
     @abstractmethod

@@ -120,9 +120,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Trash(msgspec.Struct, frozen=True):
     """The unused objects of a remote: those that are condemned, and those that are being deleted.
 
-    `condemned` maps the key of an object to the time at which the object was condemned. `deleting`
-    maps a key to one time for each gc that is deleting the object. Times are in seconds of the
-    server's clock; a time of 0 in `condemned` means that an object was found damaged or missing.
+    `condemned` maps the key of an object to the time at which the object was condemned. The time 0
+    marks an object that was found damaged or missing. `deleting` maps the key of an object to one
+    time for each gc that is deleting the object: the time at which that gc began. Times are in
+    seconds of the server's clock.
     """
 
     condemned: dict[str, int]
@@ -234,8 +235,8 @@ class Catalog:
     def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
         """Return copies of catalog entries that list only the pieces in `digests`.
 
-        Each piece is listed in a single entry. A piece that no container holds is not listed. Call
-        this method only if all prefixes in the catalog have their full length.
+        A piece that several containers hold is listed for one of them, and a piece that none holds
+        is left out. Call this method only if all prefixes in the catalog have their full length.
         """
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
@@ -255,8 +256,8 @@ class Catalog:
         """Return the containers that hold a piece; an empty list if there are none.
 
         With `alone`, only containers that hold the piece without a base are returned. Containers
-        that may hold the piece but need not (`is_doubtful`) come last. A delta does not count if
-        `unheld` has found that its base is lost.
+        that may hold the piece but need not (`is_doubtful`) come last. Deltas whose bases are lost
+        do not count, once `unheld` has found this out.
         """
         keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
         found = [each for key in keys for each in self._alone.get(key, [])]
@@ -285,7 +286,7 @@ class Catalog:
         return len({*held}) == 1 and len(alone) in (0, len(held))
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether `assure` has shown that the only container that may hold a piece does."""
+        """Return whether `assure` has recorded that the only possible holder has this piece."""
         return digest_ in self._assured
 
 
@@ -565,10 +566,9 @@ def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Ta
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     """Return a catalog built from all readable tables on the remote; nothing is written.
 
-    A container is written before its table, so the container of a table exists. The result leaves
-    out containers that are condemned or being deleted according to `catalog`, and deltas whose
-    bases are only in these containers. Deltas stay in the result if the container of their base
-    was condemned because of damage, since `unheld` checks them.
+    Containers that are condemned or being deleted according to `catalog` are left out. A delta is
+    listed only if each of its bases is in a listed container, or in one that was condemned because
+    of damage. In the second case, `unheld` checks the delta later.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
@@ -625,7 +625,7 @@ def _without_segments(bucket: Bucket) -> Catalog:
 
 
 def is_damage_noted(bucket: Bucket) -> bool:
-    """Return whether the catalog notes that an object was found damaged or missing or missing.
+    """Return whether the catalog notes that an object was found damaged or missing.
 
     This takes one request, or two if anything is condemned. Returns False if the head or the list
     of condemned objects cannot be read.
@@ -663,13 +663,16 @@ def commit(
     *,
     told_by_bytes: bool = True,
 ) -> Catalog:
-    """Replace the head by a conditional write; return the catalog on which the new head is based.
+    """Replace the head of the catalog by a conditional write.
 
     `change` receives the current catalog and returns the segments and the trash that the new head
     names, or None to change nothing. If another writer has replaced the head meanwhile, `change`
-    is called again with the catalog of that writer. A server may report a conflict although the
-    write succeeded, so the write counts as successful if the head now has exactly the bytes that
-    this call wrote, unless `told_by_bytes` is False. `pause` waits between the attempts.
+    is called again with the catalog of that writer. `pause` waits between the attempts. Returns the
+    catalog that `change` received last.
+
+    A server may report a conflict although the write succeeded. Therefore the write counts as
+    successful if the head now has exactly the bytes of this call. Set `told_by_bytes` to False if
+    another writer may write the same bytes; every conflict then leads to another attempt.
 
     Raises:
         RemoteBusyError: Other writers replaced the head before each attempt.
@@ -763,11 +766,10 @@ def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
 def segment_of(
     containers: Iterable[ListedContainer], others: int = 0
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return one segment that lists these container entries, as a dict from its name.
+    """Return a segment that lists these entries, as a dict that maps its name to the entries.
 
-    The dict is empty if there are no entries. In a large catalog, prefixes are shortened. Their
-    length depends on the size of the catalog, so `others` must be the number of pieces in the other
-    segments.
+    The dict is empty if there are no entries. In a large catalog, prefixes are shortened. To
+    determine their length, `others` gives the number of pieces in the other segments.
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
@@ -778,9 +780,10 @@ def segment_of(
 
 
 def prefix_width(pairs: int, bits: int) -> int:
-    """Return the shortest length of prefixes, in bytes, at which collisions are rare enough.
+    """Return the shortest length of digest prefixes, in bytes, that makes collisions rare enough.
 
-    At this length, the probability of a collision among `pairs` pairs is below 2^-bits.
+    If `pairs` pairs of prefixes of this length are compared, the probability that two different
+    digests have the same prefix is below 2^-bits. The length is at least 3.
     """
     return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 
@@ -790,10 +793,10 @@ def with_more(
 ) -> dict[bytes, list[ListedContainer]]:
     """Return the segments of a catalog after the entries `new` are added to it.
 
-    Small segments are merged. The largest segment is not rewritten while the others together are
-    small in comparison, so each entry is rewritten only a few times over many pushes. If the
-    catalog has an entry for a container already, the new entry replaces it only if the new one has
-    more pieces, because a gc may have removed deltas from the old one.
+    If the catalog has an entry for a container already, a new entry replaces it only if the new one
+    has more pieces. Small segments are merged. The largest segment is rewritten only if one of its
+    entries is replaced, or if the others together have become large too. So over many pushes, each
+    entry is rewritten only a few times.
     """
     if catalog.rebuilt:
         return segment_of({e.name: e for e in (*catalog.containers.values(), *new)}.values())

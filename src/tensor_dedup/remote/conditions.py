@@ -112,13 +112,13 @@ def restore_marker(bucket: Bucket) -> str | None:
     """Check that a bucket holds a remote, and write its marker again if it is missing or damaged.
 
     Returns the fault of the marker as a text, or None if the marker is intact. Without write access
-    the result is the same, but the marker is not written. The bucket counts as a remote of this
-    version if its catalog is readable and, unless the catalog is empty, at least one reference is
-    readable too.
+    the result is the same, but the marker is not written. A bucket without an intact marker counts
+    as a remote of this version if its catalog and at least one reference are readable. If the
+    catalog is empty, there need not be a reference.
 
     Raises:
-        NotARemoteError: The bucket holds something else, or so much besides the marker is lost that
-            it is open whether the bucket is a remote.
+        NotARemoteError: The bucket is empty or holds something else, or too much of it is lost to
+            tell whether it is a remote.
         NewerFormatError: The bucket holds a remote of a later version.
     """
     # Whatever it was overwritten with.

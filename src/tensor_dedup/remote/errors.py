@@ -81,9 +81,9 @@ class NoBucketError(NotARemoteError):
 
 
 class TakenPlaceError(NotARemoteError):
-    """A push cannot make a remote here, because the place is not empty or is inside another.
+    """A push cannot make a remote here, because the place is taken.
 
-    The place may hold something else, or lie inside the folder of a store or a remote.
+    The place holds something else, or lies inside a store or another remote.
     """
 
     exit_status = WRONG_USE

@@ -1,9 +1,8 @@
 """Lists of holders: for each manifest on a remote, the containers that hold its pieces.
 
-A list of holders is a cache for pulls, in the form of a catalog segment. A pull reads the tables of
-the listed containers in any case. So if two pieces share a digest prefix, the pull reads at most
-one table too many. The prefixes in the list may therefore be shorter than those on which a push
-relies.
+A list of holders is a cache for pulls, in the form of a catalog segment. Its digest prefixes may be
+shorter than those on which a push relies. If two pieces share a prefix, a pull reads at most one
+table too many: only the table of a container decides which pieces are in it.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,9 +43,9 @@ SMALL_BYTES: Final = 32 << 20
 class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The entry of a container in a list of holders.
 
-    `stored` is the number of bytes that the listed pieces take in the container, or 0 if unknown.
-    The manifest says how large unencoded pieces are, so `stored` matters for encoded ones, whose
-    size is known only to a store that has sent them or has the same encoding.
+    `stored` is the number of bytes that the listed pieces take in the container. It is 0 if the
+    number is unknown or not needed, for example because all pieces in the container are unencoded
+    and the manifest has their sizes.
     """
 
     stored: int = 0
@@ -64,11 +63,12 @@ def stored_in(entry: ListedContainer) -> int:
 def in_small_encoded(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> set[bytes]:
-    """Return those of the reused pieces that are in small containers and may be encoded.
+    """Return those of the pieces in `reused` that are in small containers and may be encoded.
 
-    `reused` describes pieces that a push need not send. Its keys are pairs: the digest of a piece,
-    and whether the piece is stored without a base. Its values are containers. The result is empty
-    if there are only a few small containers.
+    A list of holders needs the stored sizes of these pieces. The result is empty if there are only
+    a few small containers. `reused` has the pieces that a push need not send. Its keys are pairs:
+    the digest of a piece, and whether the piece is stored without a base. Its values are the
+    containers on the remote that hold the pieces.
     """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
@@ -79,10 +79,9 @@ def in_small_encoded(
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Return the sizes in bytes that pieces probably take on the remote, by digest.
 
-    The sizes are those of the encoded copies in the local store `source`; if there are several
-    copies of a piece, the smallest counts. A piece without an encoded copy there is left
-    out, because another program may have pushed it encoded. Only pieces that are too small to be
-    encoded are included as they are.
+    The size of a piece is that of its smallest encoded copy in the local store `source`. If a piece
+    is too small to be encoded, its own size is used. Other pieces without an encoded copy are left
+    out, because it is unknown how they are stored on the remote.
     """
     found = dict[bytes, int]()
     for digest in digests:

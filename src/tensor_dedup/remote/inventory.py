@@ -55,11 +55,13 @@ def names(bucket: Bucket) -> list[str]:
 class RemoteInventory:
     """The inventory of a remote: its objects, and the content of its manifests and tables.
 
-    `objects` maps keys to statuses, and `deleted` has the names that were deleted. `problems` has
-    the faults that were found, except for those in `unreadable`, which maps the keys of containers
-    to faults of the container or its table; a checkpoint may or may not need these containers.
-    `newer` has the containers that were written by a later version, whose content is unknown.
-    `broken` has the names of manifests that a reference names and that cannot be read completely.
+    * `objects` maps keys to statuses, and `deleted` has the names that were deleted.
+    * `unreadable` maps the key of a container to a fault of the container or of its table. It is
+      unknown whether a checkpoint needs the container.
+    * `problems` has all other faults.
+    * `newer` has the containers that a later version has written. Their content is unknown.
+    * `broken` has the names of manifests to which a reference leads, but which cannot be read
+      completely.
     """
 
     manifests: list[RemoteManifest] = field(default_factory=list)

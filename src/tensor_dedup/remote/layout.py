@@ -153,16 +153,18 @@ def referred(text: bytes, name: str, where: str) -> str | None:
 
 
 def damaged_state(tag: str) -> str:
-    """Return a text that stands for the manifest of a damaged reference with this `tag`."""
+    """Return a placeholder for the manifest name that a damaged reference with this `tag` lacks."""
     return f"damaged {tag}"
 
 
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return the state of the reference of `name`, which `Bucket.get` returned as `found`.
+    """Return the state of the reference of `name`, for a call that replaces or deletes it.
 
-    The state is the manifest that the reference names, None if the name was deleted, or, if the
-    reference is damaged, a placeholder (`damaged_state`). The placeholder suffices to replace or
-    delete the reference.
+    `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The state is:
+
+    * the name of the manifest that the reference names;
+    * None if the checkpoint's name was deleted;
+    * a placeholder (`damaged_state`) if the reference is damaged.
     """
     try:
         return referred(found[0], name, where)

@@ -10,9 +10,9 @@ _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boottime() -> float:
-    """Return the seconds since this machine was started, including the time in sleep.
+    """Return the seconds since this machine was started, including the time it was asleep.
 
-    Leases are measured with this clock, because other machines use the server's clock, which does
-    not stop while this machine sleeps.
+    A push or a gc measures its own duration with this clock. Time asleep has to count, because
+    other machines measure a lease with the server's clock, which goes on meanwhile.
     """
     return time.clock_gettime(_CLOCK)

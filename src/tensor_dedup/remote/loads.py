@@ -2,8 +2,8 @@
 
 A piece is sent in an encoded form (compressed, or as a delta from a base) if the store has a form
 that is smaller, and if the base is on the remote or is sent too. Otherwise the piece is sent
-unencoded. A piece may refer to parts, which are single leaves that are stored as pieces. Parts that
-the remote lacks are sent too.
+unencoded. An encoded piece may refer to parts: leaves of it that are stored as pieces of their own.
+Parts that the remote lacks are sent too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -89,7 +89,8 @@ class Planner:
         """Return the containers in which the `missing` pieces are to be sent.
 
         `missing` maps the digests of pieces to their sizes, and `catalog` says what the remote has.
-        The same arguments give the same result, except that copies passed to `note` are avoided.
+        Copies that `note` has recorded as damaged are avoided. Apart from that, the same arguments
+        give the same result.
 
         Raises:
             MissingObjectError: The store `source` does not have one of the pieces.
@@ -195,10 +196,10 @@ class Planner:
 def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
     """Distribute pieces among containers, in the order of `records`; yield the containers.
 
-    Each item of `records` is the entry of a piece for the table of its container, with the source
-    that `Load.sources` is to have. A container takes pieces until it has CONTAINER_BYTES. A larger
-    piece gets a container of its own and does not end the current container. So if a push is
-    resumed after its first containers were sent, the remaining containers are the same as before.
+    Each item of `records` is a pair: the table entry of a piece, and its item for `Load.sources`. A
+    container takes pieces until it has CONTAINER_BYTES. A larger piece gets a container of its own
+    and does not end the current container. So if a push is resumed after its first containers were
+    sent, the remaining containers are the same as before.
     """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []

@@ -28,8 +28,8 @@ def pull_missing(
     checkpoint, one pulls and the others wait. Progress is logged.
 
     Raises:
-        UnknownRemoteNameError: The remote has no checkpoint of this name. The name of a run is not
-            the name of a checkpoint.
+        UnknownRemoteNameError: The remote has no checkpoint of this name. The name may be that
+            of a run.
         RemoteError: The remote cannot be used.
         StoreError: The remote's content is damaged, or the store failed. Nothing was committed.
     """

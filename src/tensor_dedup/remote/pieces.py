@@ -434,9 +434,10 @@ class LostPieces:
         return self._is_any
 
     def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Record the lost piece or place that `error` is about.
+        """Record the lost piece, or the missing or damaged place in a container, named by `error`.
 
-        `error` ended the pull of a checkpoint; `wanted` maps the digests of its pieces to sizes.
+        `error` ended the pull of a checkpoint. `wanted` maps the digests of the pieces of that
+        checkpoint to sizes.
         """
         self._is_any = True
         facts = error.facts
@@ -474,10 +475,11 @@ class LostPieces:
         names: Mapping[bytes, str],
         where: str,
     ) -> None:
-        """Check that no place from which pieces are to be read is known to be missing or damaged.
+        """Check that none of `places` is known to be missing or damaged.
 
-        `places` maps digests to a container and the piece's entry in its table. For the message,
-        `names` maps digests to names of tensors, and `where` is the URL.
+        `places` says where pieces are to be read: it maps the digest of a piece to a container and
+        the entry of the piece in the container's table. For the message, `names` maps digests to
+        names of tensors, and `where` is the URL.
 
         Raises:
             MissingRemoteError: One of the places is known to be missing or damaged.

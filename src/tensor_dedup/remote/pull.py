@@ -133,8 +133,8 @@ def list_refs(
     """Return the checkpoint names on a remote, sorted, each with the status of its reference.
 
     With `run`, only steps and pins of this run are returned. The reference of a deleted name stays
-    on the remote; it is recognised by its size, without a request, and left out. A damaged
-    reference that happens to have this size is returned only in two cases:
+    on the remote, but is left out here. It is recognised by its size, without a request. So a
+    damaged reference that happens to have this size is left out, too, except in two cases:
 
     * its tag shows that the content is different, as on servers where the tag is an MD5;
     * the remote is a folder and `thorough` is True, so that references of this size are read.

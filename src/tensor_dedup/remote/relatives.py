@@ -88,8 +88,8 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool)
     """Return the first of `candidates` that the remote has under the same name, or None.
 
     Only the first few candidates are looked up. With `surely`, the reference is requested a second
-    time, because the first answer may be outdated; this is needed if nothing else shows that the
-    checkpoint is complete on the remote.
+    time, because the first answer may be outdated. Use it if the reference is the only evidence
+    that the remote has the pieces of the checkpoint.
     """
     for relative, _ in zip(candidates, range(_ASKED), strict=False):
         key = layout.ref_key(relative.name)
@@ -110,8 +110,8 @@ def pages_there(
 ) -> set[str]:
     """Return those of the pages in `blobs` that `relative` has and that exist on the remote.
 
-    `sent` is the number of bytes of pieces that the push sends; the more it sends, the more the
-    check may cost.
+    `sent` is the number of bytes of pieces that the push sends. The more the push sends, the more
+    bytes this check may transfer to save requests.
     """
     common = {layout.manifest_key(part): part for part in blobs if part in relative.pages}
     # About so many are there: a push has two or more, and a page is of so many pieces.

@@ -226,8 +226,8 @@ class Remote:
     def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
         """Return the names that `names_of` returns, each with the status of its reference.
 
-        The status is None for the name of a checkpoint, whose reference need not be listed. Errors
-        are those of `names_of`.
+        If `name` is the name of a checkpoint, its status is None, because nothing was listed to
+        find it. Errors are those of `names_of`.
         """
         if find_ref(self.bucket, name) is not None:
             return {name: None}

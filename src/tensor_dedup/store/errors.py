@@ -16,8 +16,8 @@ StoreError
                    CorruptTensorError       no stored copy of a tensor matches its digest
                    UnfitForCollectionError  it is uncertain what is in use; nothing is deleted
 
-The message of each error names the file, the fault and the next step to take. `facts` has the same
-as values.
+The message of each error names the file, the fault and the next step to take. The attribute `facts`
+maps names to the values in the message.
 """
 
 import errno
@@ -47,8 +47,8 @@ class AdvisedError(StoreError):
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
         """Return an error about the file at `path`, for the caller to raise.
 
-        The message consists of the path, the fault `what` and the class's advice. `facts` are the
-        error's facts as values.
+        The message consists of the path, the fault `what` and the class's advice. The error's
+        attribute `facts` holds the path and the given `facts`, for programs that handle the error.
         """
         return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
 

@@ -1,7 +1,7 @@
 """Access to a store for the other modules of this package: its files, locks and sessions.
 
-A session is one operation on a store, such as an import or a save. The store's main lock is held
-shared, so garbage collection cannot run.
+A session is one operation on a store, such as an import or a save. During a session, the store's
+main lock is held shared, so garbage collection cannot run.
 """
 
 from collections.abc import Iterator

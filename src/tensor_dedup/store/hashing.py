@@ -273,7 +273,11 @@ def change_hash_of_leaf(leaf: memoryview) -> bytes:
 
 
 def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
-    """Combine `leaves`, the change hashes of all leaves of some bytes, into that of the bytes."""
+    """Return the change hash of bytes with these leaves.
+
+    `leaves` has the change hash of each leaf, in order. A change hash only tells whether bytes have
+    changed.
+    """
     return leaves[0] if len(leaves) == 1 else xxh3_128_digest(b"".join(leaves), _SEED_OF_LEAVES)
 
 

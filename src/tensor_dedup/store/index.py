@@ -160,7 +160,7 @@ class StoreIndex:
     def refresh(self, written: Collection[ContainerId] = ()) -> None:
         """Add entries of new containers and drop those of missing ones.
 
-        The tables of the containers in `written` are read even if they have entries, because those
+        The containers in `written` are read even if the index has entries for them, because these
         entries may be damaged. If SQLite fails, the index continues in memory.
         """
         try:

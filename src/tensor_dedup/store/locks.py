@@ -1,11 +1,11 @@
 """The locks of a store.
 
 A session is one operation, such as an import, a save or the opening of a checkpoint, and holds the
-main lock shared. An open checkpoint holds one only if it lies in more containers than may be open
-at once, or if damage was found in it. A sweep is a garbage collection, which deletes files, and
-holds the main lock exclusively. Further locks protect changes of references, pulls and drains. All
-of them are advisory `flock` locks on files in the store's folder. The kernel releases them when the
-process ends.
+main lock shared. An open checkpoint holds the main lock only if it lies in more containers than may
+be open at once, or if damage was found in it. A sweep is a garbage collection, which deletes files,
+and holds the main lock exclusively. Further locks protect changes of references, pulls and drains.
+All of them are advisory `flock` locks on files in the store's folder. The kernel releases them when
+the process ends.
 """
 
 from collections.abc import Iterator
@@ -93,8 +93,9 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) -> Iterator[None]:
     """Context manager: while it is active, the lock for draining steps is held.
 
-    Hold it to change names that exist both in this store and on a remote that is its second tier,
-    or the notes about drained steps.
+    A step is drained when it is copied to the second tier of its run, another store or a remote.
+    Hold the lock to change names of steps on such a remote, or to write the records about drained
+    steps.
 
     Raises:
         StoreBusyError: Another process has held the lock for `wait_s` seconds.

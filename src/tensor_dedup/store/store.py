@@ -139,11 +139,11 @@ class LocalStore:
         returns. After an error, nothing is committed; only after a disk failure may the name exist
         nevertheless. If the name holds the same files already, nothing is written (`unchanged` in
         the result), except that damaged parts are stored again. Every byte is read and hashed, even
-        if digests of the files are remembered. `hints` receives the digests.
+        if digests of the files are known from an earlier read. `hints` receives the digests.
 
         A new tensor may share leaves (2 MiB) with a stored tensor, at the same offset. These leaves
-        are not stored again if that saves a tenth. A vocabulary that grew therefore costs only its
-        new rows. The other parameters are:
+        are not stored again if that saves a tenth of the tensor. A vocabulary that grew therefore
+        costs only its new rows. The other parameters are:
 
         - `compress` stores new tensors encoded if samples show that this saves a tenth. They are
           encoded on their own, or as the difference from a tensor in another checkpoint.
@@ -189,9 +189,10 @@ class LocalStore:
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
         """Return the name of the manifest that an import of `path` would make. Write nothing.
 
-        `known(path, fd)` returns the known digests of an open file as a mapping from (start,
-        nbytes). Ranges without a known digest are hashed. Raises the errors of `import_` about the
-        path.
+        If the result equals `manifest(name)`, the checkpoint `name` has the same files already.
+        `known(path, fd)` returns the known digests of an open file, as a mapping from (start,
+        nbytes) to digests. Ranges without a known digest are hashed. Raises the errors of `import_`
+        about the path.
         """
         with self.handle.session() as (_, hasher):
             return expected_manifest(
@@ -220,10 +221,10 @@ class LocalStore:
     ) -> "dict[str, torch.Tensor]":
         """Load all tensors of a checkpoint, or those in `names`, as torch tensors on the CPU.
 
-        Every byte is compared with its digest. If `verify` is False, only tensors are that are
-        encoded, or lie in files indexed in place. The tensors are writable and belong to the
-        caller. The first call imports torch. `tensor_dedup.store.reading.tensors` can also load in
-        bounded memory, as mappings, or into reused buffers.
+        Every byte is compared with its digest. If `verify` is False, this is done only for encoded
+        tensors and for tensors in files indexed in place. The tensors are writable and belong to
+        the caller. The first call imports torch. `tensor_dedup.store.reading.tensors` can also load
+        in bounded memory, as mappings, or into reused buffers.
 
         Raises:
             UnknownNameError: No checkpoint is called `name`.
@@ -289,7 +290,7 @@ class LocalStore:
             return describe_all(self.handle.objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
-        """Return the sizes of `run`, or of all runs together if it is None.
+        """Return the number of tensors in `run` and their size on disk; None means all runs.
 
         No tensor data is read.
         """

@@ -4,8 +4,8 @@ A step is captured when each of its tensors was hashed or copied before the trai
 (`capture`).
 
     save_async     waits until fewer than the allowed number of saves run, takes the model apart,
-                   copies small tensors and those whose changes would go unnoticed, and starts to
-                   capture the others; without a hooked optimizer it also waits until all are
+                   copies small tensors and those for which torch does not count writes, and starts
+                   to capture the others; without a hooked optimizer it also waits until all are
                    captured
     before_update  waits until all tensors are captured
     save thread    captures the remaining tensors, hashes, encodes, writes and commits, and ends;
@@ -313,7 +313,7 @@ class _Standby:
 
 
 class Hook:
-    """The registration of a hook that makes an optimizer wait before each of its steps."""
+    """A hook that makes an optimizer wait, before each step, until the model may be changed."""
 
     def __init__(self, handle: Any, forget: Callable[[], None]) -> None:
         self._handle, self._forget = handle, forget

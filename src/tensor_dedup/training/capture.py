@@ -493,7 +493,9 @@ class StepCapture:
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture the large values to which a write would go unnoticed, such as NumPy arrays.
+        """Capture those large values for which torch does not count writes, such as NumPy arrays.
+
+        A later write to such a value would not be noticed.
 
         Returns False if the pool of host memory had no room for one of them.
         """

@@ -308,8 +308,8 @@ class CheckpointStore:
 
         The step is durable when the method returns. The model must not be changed during the call.
         `metrics` maps names to numbers. NaN is saved with a warning, and is never the best value.
-        `files` maps paths to the content of small files, which are saved in addition to those of
-        `config`.
+        `files` maps paths to the content of small files, which are saved in addition to the
+        constructor's `config`.
 
         Raises:
             ChangedModelError: A write to the model was noticed.
@@ -332,8 +332,8 @@ class CheckpointStore:
     ) -> Saved:
         """Save `model` as a new step, whose number is one more than the highest existing number.
 
-        Imported steps count too. Concurrent calls, in any process, get different numbers. The
-        arguments and errors are those of `save`.
+        Checkpoints imported under a name RUN@STEP count too. Concurrent calls, in any process, get
+        different numbers. The arguments and errors are those of `save`.
         """
         self._saves.wait()
         while True:
@@ -434,9 +434,9 @@ class CheckpointStore:
     def commit(self, snapshot: StepSource) -> Saved:
         """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
-        With a second tier, the method first waits while `drain_backlog` steps are undrained, and
-        older steps are deleted after the new step is drained. Safe from any thread. The errors are
-        those of `save`.
+        If there is a second tier, the method first waits until fewer than `drain_backlog` steps are
+        still to be copied there. Older steps are then deleted in the background, after the new step
+        was copied. Safe from any thread. The errors are those of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))
@@ -550,15 +550,15 @@ class CheckpointStore:
         """Return the step with the lowest (`mode` "min") or highest ("max") value of a metric.
 
         If several steps have this value, the one with the lowest number is returned. If `mode` is
-        not given, the first of these that says it counts:
+        not given, it is taken from the first of these that defines it:
 
         1. the argument `keep_best` of this object;
-        2. the saved steps;
+        2. the `keep_best` recorded in the saved steps;
         3. the name of the metric, such as `val_loss` or `accuracy`.
 
         Raises:
             UnknownMetricError: No step has the metric.
-            UnknownGoalError: `mode` is not given, and none of these says it.
+            UnknownGoalError: `mode` is not given, and none of these defines it.
         """
         steps = self._described()
         noted = (step.goals for step in reversed(steps))
@@ -566,7 +566,10 @@ class CheckpointStore:
         return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
 
     def delete(self, step: int) -> None:
-        """Delete a step. `gc` moves its files to the trash, and frees the space after its grace.
+        """Delete a step.
+
+        The next `gc` moves its files to the trash. A later `gc`, after a grace period, frees the
+        space.
 
         Raises:
             UnknownStepError: The run has no such step.
@@ -605,8 +608,7 @@ class CheckpointStore:
 
         Each save does the same. With `dry_run`, the numbers are returned but nothing is deleted. If
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
-        be read, are never deleted. `gc` moves their files to the trash, and frees the space after
-        its grace.
+        be read, are never deleted. Space is freed as after `delete`.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
@@ -617,8 +619,8 @@ class CheckpointStore:
 
         Raises:
             UnknownStepError: The run has no such step.
-            NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or a
-                checkpoint was imported under the name of the pin.
+            NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or
+                an imported checkpoint has the name of the pin, RUN@STEP@pin.
         """
         if self._drain is not None:
             self._drain.pin(step)
@@ -630,7 +632,7 @@ class CheckpointStore:
         """Remove the pin of a step. Do nothing if the step is not pinned.
 
         Raises:
-            NotATrainingError: A checkpoint was imported under the name of the pin.
+            NotATrainingError: An imported checkpoint has the name of the pin, RUN@STEP@pin.
         """
         if self._drain is not None:
             self._drain.unpin(step)
@@ -681,8 +683,8 @@ class CheckpointStore:
     def undrained(self) -> list[int]:
         """Return the steps that this object has yet to copy, or to pin, on the second tier.
 
-        They are in the order in which they will be copied. Steps of other processes count after
-        `drain`. Without a second tier, the list is empty.
+        They are in the order in which they will be copied. Steps that other processes have saved
+        are included after the next call of `drain`. Without a second tier, the list is empty.
         """
         return [] if self._drain is None else self._drain.undrained()
 

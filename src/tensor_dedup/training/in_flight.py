@@ -1,4 +1,4 @@
-"""The step with which a running save compares, and whose pieces must stay until the commit."""
+"""The earlier step with which a running save compares its tensors, and on which it depends."""
 
 import os
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 
 
 class BaseStep:
-    """The step with which a save compares its tensors, from the save's beginning to its commit.
+    """The earlier step with which a save compares its tensors, until the save is committed.
 
-    `pieces` maps change hashes to the large pieces of the step. A save keeps no copy of a tensor
-    that it finds there, so these pieces must stay in the store. They stay as long as the step's
-    name still leads to them.
+    `pieces` maps change hashes, which are fast hashes of the content, to the large pieces of the
+    step. A save keeps no copy of a tensor that it finds there, so these pieces must stay in the
+    store. They stay as long as the step is neither deleted nor replaced (`is_there`).
     """
 
     _all: ClassVar[set["BaseStep"]] = set()

@@ -168,7 +168,7 @@ class PieceWriter:
         return others
 
     def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
-        """Return the change hashes of those pieces that the store does not have any more.
+        """Return the change hashes of the pieces in `elsewhere` that the store no longer has.
 
         `elsewhere` maps change hashes to pieces that an earlier step has stored.
         """
@@ -176,7 +176,7 @@ class PieceWriter:
         return [key for key, known in elsewhere.items() if known.digest not in places]
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
-        """Return the current places of pieces whose bytes are no longer in memory.
+        """Return the pieces in `elsewhere` with the places that they have in the store now.
 
         `elsewhere` maps change hashes to pieces that an earlier step has stored, with the places
         that they had then.
@@ -505,8 +505,8 @@ class Saver:
     def base(self) -> BaseStep:
         """Return the step committed last, with which the next save compares its large pieces.
 
-        This method does not wait for a running commit. Until the result is released, its pieces
-        stay on a fast tier even if the drained step is removed there. They may be removed if the
+        This method does not wait for a running commit. Until the result is released, draining does
+        not remove the step from the fast tier, so its pieces stay there. They may be removed if the
         step is deleted explicitly.
         """
         with os_errors(self._objects.layout.root):

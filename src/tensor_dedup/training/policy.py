@@ -2,9 +2,9 @@
 
 **Large tensors.** The base of a large tensor is the tensor with the same name in the previous step,
 or, if that tensor is itself a delta, the base of that delta. So the tensors of successive steps are
-deltas from a common base, called the anchor, and never from other deltas. Samples decide how the
-tensor with a name is encoded, and the decision holds for some steps. A new anchor is stored when a
-delta takes more space than the tensor has taken on average since the last anchor.
+deltas from a common base, called the anchor, and never from other deltas. For each name, samples of
+the tensor decide how it is encoded, and the decision holds for some steps. A new anchor is stored
+when a delta takes more space than the tensor has taken on average since the last anchor.
 
 **Leaves.** Leaves that the anchor has at the same offset take no space. If no codec makes the other
 leaves much smaller, each of them becomes a piece of its own (a part), which is stored once for all
@@ -155,7 +155,7 @@ class LeftTensor:
     before: bytes | None
 
     def against(self, before: bytes | None) -> "LeftTensor":
-        """Return a copy with another `before`, the digest of the tensor that leads to a base."""
+        """Return a copy with another `before`: the digest of a similar tensor, or None."""
         return replace(self, before=before)
 
 
@@ -272,7 +272,8 @@ class Deltas:
     def ended(self, name: str) -> bool:
         """Return whether the tensor of this name is stored in parts and needs a new anchor.
 
-        If so, the decision with the old anchor is forgotten.
+        A tensor is stored in parts if its changed leaves are separate pieces.
+        If so, the remembered decision for this name is deleted.
         """
         made = self._decisions.get(name)
         if made is None or made.left >= 0 or not made.in_parts:

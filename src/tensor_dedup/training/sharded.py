@@ -58,7 +58,7 @@ def part_run(run: str, rank: int | str) -> str:
 def order_of(store: LocalStore, run: str) -> StepOrder:
     """Return an object that gives each step of a run its place in the order of saving.
 
-    Keep the object for as long as the run is saved.
+    Keep the object for as long as the run is saved, because it remembers what it has read.
     """
     return StepOrder(store.handle.objects, run)
 
@@ -106,10 +106,12 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
 
 
 def check_free(store: LocalStore, part: str, step: int) -> None:
-    """Check that a part may be saved as the step `step` of the run `part`.
+    """Check that a rank may save its part of the step `step` under the run name `part`.
+
+    `part` is the result of `part_run`. The name PART@STEP may be free or stand for an earlier part.
 
     Raises:
-        TakenPartError: This name stands for a checkpoint that is not a part.
+        TakenPartError: The name stands for a checkpoint that is not a part.
     """
     with store.handle.locked():
         try:

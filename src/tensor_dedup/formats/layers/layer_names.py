@@ -59,7 +59,7 @@ def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def meant(layers: Names, spec: str) -> dict[str, set[str]]:
-    """Return the tensors that a user means by `spec`: names of tensors, by layer.
+    """Return the names of the tensors that `spec` selects, by layer.
 
     `layers` maps all layers of the model to the names of their tensors. `spec` is a comma-separated
     list of layer numbers and ranges (`0-7,12`, `encoder.layers.0-3`) and of name patterns

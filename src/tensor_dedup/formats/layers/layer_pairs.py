@@ -36,11 +36,12 @@ _T = TypeVar("_T", bound=NamedTensor)
 class Layer(Generic[_T]):
     """A layer of a fine-tune, or some of its tensors, with the matching tensors of the base.
 
-    `found` pairs each tensor of the fine-tune with its counterpart in the base, or with None if it
-    has none. `left` are names in the base's layer that have no counterpart in the fine-tune.
-    `unclear` are several names in the base, if each of them could be the counterpart of the same
-    tensor. `quantised_otherwise` says how the quantisation settings of the two models differ; it is
-    "" if they are equal or not known.
+    * `found` pairs each tensor of the fine-tune with its counterpart in the base, or with None if
+      it has none.
+    * `left` names the tensors of the base's layer that have no counterpart in the fine-tune.
+    * If several tensors of the base could be the counterpart of one tensor, `unclear` names them.
+    * `quantised_otherwise` says how the quantisation settings of the two models differ. It is "" if
+      they are equal or not known.
     """
 
     name: str
@@ -96,10 +97,9 @@ def layers_of(
     `tune` and `base` are the tensors of the two models. `quantised_otherwise` is what
     `quantisation.difference` returns for the two models.
 
-    Tensors with equal names are counterparts. One model may be wrapped in a module that the other
-    lacks or names otherwise (`module.`, `bert.`). Then tensors whose names differ only in that
-    module are counterparts, too. No tensor of the base is the counterpart of two tensors of the
-    fine-tune.
+    Tensors with equal names are counterparts. So are tensors whose names differ only in a wrapper
+    module (`module.`, `bert.`) that the other model lacks or names otherwise. No tensor of the base
+    is the counterpart of two tensors of the fine-tune.
     """
     there = {tensor.name: tensor for tensor in base}
     names, unclear = _counterparts([tensor.name for tensor in tune], list(there))
@@ -243,14 +243,13 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
 
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
-    """Check that tensors that are quantised together are in `taken` together.
+    """Check that `taken` splits no group of tensors that are quantised together.
 
-    These are weights and their scales, for example. `layers` are all layers of the fine-tune, and
-    `taken` those that the base's tensors replace.
+    A weight and its scales are such a group, for example. `layers` are all layers of the fine-tune,
+    and `taken` are the layers, or parts of layers, that the base's tensors replace.
 
     Raises:
-        UnsupportedError: Only some of the tensors that are quantised together are in `taken`; the
-            message names them.
+        UnsupportedError: `taken` has only some tensors of a group; the message names the tensors.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}
     for group in groups(tensor for layer in layers.values() for tensor, _ in layer.found):

@@ -53,8 +53,9 @@ def module_of(name: str) -> str:
 def decodes(name: str, module: str) -> bool:
     """Return whether the tensor `name` may be needed to decode the quantised weights of `module`.
 
-    Every tensor in the module may be needed, such as scales and zero points, except for a bias.
-    `module` ends in a dot, as `module_of` returns it; for "" the result is False.
+    The result is True for every tensor in the module that is not a bias: weights, scales and zero
+    points, for example. `module` ends in a dot, as `module_of` returns it; for "" the result is
+    False.
     """
     return bool(module) and name.startswith(module) and not _is_bias(name)
 

@@ -10,8 +10,8 @@ nested and wrapped tensors, which are refused here. For a call of an allowed fun
 the end of this module makes the value from the arguments.
 
 Arguments that torch.save does not write are refused even if torch would accept them, because torch
-may give them another meaning: a BUILD can move a finished tensor to another storage, an attribute
-called `data` replaces its bytes, and a flag is set if its key exists, whatever its value.
+may give them another meaning. For example, the instruction BUILD can move a finished tensor to
+another storage, and an attribute called `data` replaces the bytes of a tensor.
 """
 
 from collections import OrderedDict

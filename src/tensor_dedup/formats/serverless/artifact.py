@@ -60,9 +60,9 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 class TreeHash:
     """The hash tree over the data of an artifact, from which its data multihash is computed.
 
-    One thread may pass the data to `update`, in order from its beginning. The leaves after the
-    bytes that `update` got, or all leaves, may be passed to `leaf`, in any order and from any
-    thread.
+    Pass the data to `update`, in order and from one thread, or pass its leaves to `leaf`, in any
+    order and from any thread. If both are used, `update` gets the beginning of the data, and `leaf`
+    the leaves after it.
     """
 
     def __init__(self) -> None:
@@ -240,9 +240,10 @@ def verification_name(byte_space_id: str) -> str:
 
 
 class Verifier:
-    """The sums of a verification file, for `total_size` bytes that come in order. For one thread.
+    """The sums and sampled values of a verification file, computed from data passed in order.
 
-    `byte_space_id` names the bytes in the verification file.
+    `total_size` is the size of the data in bytes. `byte_space_id` is the id of the data in the
+    verification file; "" stands for all bytes of the artifact. For one thread.
     """
 
     def __init__(self, total_size: int, byte_space_id: str = CANONICAL) -> None:

@@ -68,7 +68,8 @@ class StorageGraph:
     def index_entries(self) -> list[IndexEntry]:
         """Return the index entries of all tensors.
 
-        An empty storage may have the same offset as the storage after it.
+        An empty storage can have the same offset as the storage after it. In the index, both then
+        have the size of the latter.
         """
         offsets = self.offsets()
         sizes: dict[int, int] = {}
@@ -90,11 +91,12 @@ class StorageGraph:
         ]
 
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
-        """Return the normal form: an equivalent graph whose storages are numbered by offset.
+        """Return the normal form of the graph, and a dict from old to new storage ids.
 
-        Also returns a dict that maps the old id of each remaining storage to its new id. An empty
-        storage is merged into the storage that follows it. They have the same offset, so the index
-        does not distinguish them.
+        The normal form has the same tensors, and its storages are numbered by offset: s0, s1, ...
+        If a storage with bytes has the same offset as an empty one, the two are merged, because the
+        index does not distinguish them. The dict has only the remaining storages. Every storage
+        with bytes must have a tensor.
         """
         offsets = self.offsets()
         real = {offsets[e.storage_id]: e.storage_id for e in self.storage_entries if e.nbytes}

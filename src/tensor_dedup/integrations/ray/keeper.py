@@ -427,10 +427,10 @@ def what_fits(
     current: dict[str, list[str]],
     error: DoesNotFitError,
 ) -> FleetPlan:
-    """Return a plan for a fleet that does not fit, without the replicas that have no room.
+    """Return a plan for `models` without the new replicas of models that do not fit.
 
-    `error` is the error of the plan that failed. The models that it names keep only the replicas
-    that run already.
+    `error`, the error of the plan for all `models`, names the models that do not fit. They keep
+    only the replicas that `current` lists on these `nodes`.
 
     Raises:
         DoesNotFitError: The rest does not fit on the nodes either.

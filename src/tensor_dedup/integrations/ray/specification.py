@@ -14,7 +14,7 @@ from tensor_dedup.types import STORE_SCHEME
 class ModelSpecification(msgspec.Struct, frozen=True):
     """The specification of a model in a fleet. Sizes are in bytes.
 
-    * `replicas` is the number of engines, each of which runs on another node.
+    * `replicas` is the number of engines. No two of them run on the same node.
     * `room` is the memory that an engine takes in addition to the weights.
     * `host` is the machine memory that an engine takes, if `room` is on a GPU.
     * `engine` has vLLM arguments for this model alone.

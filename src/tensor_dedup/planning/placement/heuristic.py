@@ -1,12 +1,16 @@
 """Heuristics that place models on nodes where they add the fewest bytes.
 
-Bin packing with items that share memory (Sindelar, Sitaraman and Shenoy, "Sharing-aware algorithms
-for virtual machine colocation", SPAA 2011) has no good approximation in general. Here, families of
-models make it easy most of the time. A family is placed, largest first, on the fullest node that
-has room for all of it. If a family fits on no node, each of its models is placed where it adds
-least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. A
-second placement is made by best-fit on size and improved in the same way. The better of the two is
+Families of models that have much in common are placed one by one, the largest first. A family goes
+where it adds least, of the nodes that have room for all of it; of equal ones, to the fullest. If no
+node has room, the largest model goes where it adds least, with as much of the family as fits there,
+and the rest is placed in the same way.
+
+Then replicas and groups of a family are moved or swapped as long as that saves bytes. A second
+placement is made by best-fit on size and improved in the same way. The better of the two is
 improved further by emptying and refilling nodes, unless the fleet is too large for that.
+
+In general, this problem has no good approximation (Sindelar, Sitaraman and Shenoy, "Sharing-aware
+algorithms for virtual machine colocation", SPAA 2011).
 """
 
 import random

@@ -44,7 +44,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNode:
-    """A node with its replicas; each counts as sharing with those before it. Sizes in bytes."""
+    """A node, and the replicas on it (`models`). Sizes are in bytes."""
 
     name: str
     memory_bytes: int
@@ -109,9 +109,9 @@ def plan(
     """Choose a node for each replica so that all nodes together hold the fewest bytes.
 
     `current` maps the name of each model that runs already to the names of its nodes. These
-    replicas stay there unless `rebalance` is True. Without `current`, a solver can search for
-    `exact_s` seconds for a better plan and a lower bound. Without `exact_s`, the same arguments
-    give the same plan.
+    replicas stay there unless `rebalance` is True. If `exact_s` is given, a solver searches for at
+    most `exact_s` seconds for a better plan and a lower bound; with `current`, `exact_s` is
+    ignored. Without the solver, the same arguments give the same plan.
 
     Raises:
         DoesNotFitError: There is no room for a replica.

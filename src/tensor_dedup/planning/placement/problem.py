@@ -51,10 +51,10 @@ class Node:
 class PackingProblem:
     """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
-    Sizes are in bytes. `own[m]` is what each replica of model m adds wherever it is: its room, and
-    the tensors that no other model has. `parts[m]` are the numbers of the parts that model m has in
-    common with other models, and `sizes` are the sizes of all parts. `needs[m]` is what a replica
-    of model m takes on an empty node.
+    Sizes are in bytes. A part consists of all tensors that exactly the same two or more models
+    have. `sizes[p]` is the size of part p, and `parts[m]` has the numbers of the parts in model m.
+    `own[m]` is what each replica of model m adds wherever it is: its room, and the tensors that no
+    other model has. `needs[m]` is what a replica of model m takes on an empty node.
     """
 
     def __init__(self, models: Sequence[Model], nodes: Sequence[Node]) -> None:
@@ -85,7 +85,8 @@ class PackingProblem:
     def least(self) -> int:
         """Return a lower bound for the bytes that a placement of all replicas takes on all nodes.
 
-        It assumes that each part is on as few nodes as the replicas of its models allow.
+        It assumes that tensors that several models share are on as few nodes as the numbers of
+        replicas allow.
         """
         replicas = np.array([model.replicas for model in self.models], np.int64)
         most = np.zeros(len(self.sizes), np.int64)

@@ -100,9 +100,9 @@ def substitute(
 
     - `layers` selects them, with the syntax of `tensor_dedup.formats.layers.layer_names.meant`.
     - `budget` is the number of bytes that the output may add beside the base. Layers are replaced
-      until the output fits, first those whose values differ least for their size.
-    - With `budget` and `samples`, which are texts, layers are replaced first that change the
-      model's outputs least for their size when replaced alone.
+      until the output fits. Those whose values differ least for their size come first.
+    - With `budget` and `samples`, which are texts, each layer is tried alone. Layers that change
+      the model's outputs least for their size come first.
 
     With `samples`, transformers loads both checkpoints, and the result says how much the outputs
     change.

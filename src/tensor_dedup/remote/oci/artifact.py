@@ -149,8 +149,8 @@ def push(
 
     `objects` are the encoded pages and manifest of the checkpoint. A layer is not sent if the
     repository has it, or if the registry can mount it from another repository to which this user
-    has pushed it before. If the tag already stands for this checkpoint, the layers are checked only
-    with `replace`, or if the tables are gone.
+    has pushed it before. If the tag already stands for this checkpoint, and the registry has its
+    tables, the layers are neither checked nor sent unless `replace` is True.
 
     Raises:
         RemoteUrlError: The URL has a digest in place of a tag.
@@ -394,8 +394,8 @@ class ArtifactBucket(Bucket):
     """An artifact with tables, presented as a read-only remote with one checkpoint.
 
     The checkpoint is called `name`, and `manifest` is the name of its manifest. `layers` has the
-    digest and the size of each layer. The tables are read when anything but the reference or the
-    marker is requested.
+    digest and the size of each layer. The tables are read at the first request for anything but
+    the reference or the marker.
 
     Raises:
         NoTablesError: From any method, if the tables cannot be read, or do not fit the manifest

@@ -2,7 +2,7 @@
 
 The encoded tensor has no bytes for its leaves, only references:
 
-    codec = "parts:" and a hexadecimal number, whose bit n is set where leaf n is a piece
+    codec = "parts:" and a hexadecimal number, whose bit n is set if leaf n is a separate piece
     chunk = empty, for every leaf
 
 A leaf whose bit is set is stored as a separate piece, which consists of this leaf alone. Every

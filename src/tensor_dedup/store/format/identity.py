@@ -25,7 +25,7 @@ _TIERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """A note about the second tier that a run was drained to.
+    """A note about the second tier of a run, to which the run's steps were copied.
 
     It has the identity of the second tier, and the path or address at which the tier was then.
     """
@@ -36,12 +36,14 @@ class TierNote:
 
 @dataclass(frozen=True, slots=True)
 class SeenPlaces:
-    """What a fast tier has recorded about the steps of a run on one second tier.
+    """The record of a fast tier about the steps of a run on one second tier.
 
-    A place is the number of a step in the order of saving. All steps of the fast tier up to the
-    place `drained` were drained to the second tier. Several fast tiers may drain to one second
-    tier: for each of them, `last` has the greatest place seen there, in ascending order. `sent` has
-    the names of the manifests that were copied last, including copies that may be incomplete.
+    A place is the number of a step in the order of saving.
+
+    - `drained` is a place. All steps of the fast tier up to it were copied to the second tier.
+    - `last` has the greatest places seen on the second tier, ascending: one for each fast tier that
+      copied steps to it.
+    - `sent` has the names of the manifests copied last. Some of these copies may be incomplete.
     """
 
     drained: int = 0
@@ -90,7 +92,7 @@ def note_in(text: bytes, run: str) -> TierNote | None:
 
 
 def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
-    """Return the content for the file that records which steps `run` has seen on second tiers.
+    """Return the content for the file with the records about the steps of `run` on second tiers.
 
     `seen` maps the identity of each second tier to its record, in the order of last use. Only the
     most recently used tiers are kept.

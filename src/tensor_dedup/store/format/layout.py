@@ -61,7 +61,11 @@ class StoreLayout:
 
     @cached_property
     def drain_lock(self) -> Path:
-        """The lock file that is held exclusively to add or delete steps on a second tier."""
+        """The lock file that is held exclusively to change drained steps on a remote.
+
+        A step is drained when it is copied from this store to the second tier of its run, another
+        store or a remote. The lock also protects the records about drained steps.
+        """
         return self.root / DRAIN_LOCK
 
     @cached_property
@@ -84,18 +88,25 @@ class StoreLayout:
     def identity(self) -> Path:
         """The file with the random identity of this store.
 
-        It exists if this store was used as a second tier.
+        It exists if this store was used as a second tier, to which steps of a run are copied from
+        another store.
         """
         return self.root / IDENTITY
 
     @cached_property
     def tiers(self) -> Path:
-        """The folder of notes about second tiers, one file for each run that is drained."""
+        """The folder of notes about second tiers, one file for each run that has one.
+
+        A note tells to which other store or remote the steps of the run are copied.
+        """
         return self.root / TIERS
 
     @cached_property
     def drains(self) -> Path:
-        """The folder of records about the steps seen on second tiers, one file for each run."""
+        """The folder of records about drained steps, one file for each run that has any.
+
+        A step is drained when it is copied from this store to another store or a remote.
+        """
         return self.root / DRAINS
 
     @cached_property

@@ -275,7 +275,7 @@ class SynthesizedFile:
 def synthesized_files(
     loose: Sequence[Piece], part: str, taken: Collection[str]
 ) -> Iterator[SynthesizedFile]:
-    """Generate the safetensors files for the tensors of a step, which are `loose`.
+    """Generate the safetensors files for `loose`, the tensors of a training step.
 
     There is a file for the weights and one for the other training state; a file without tensors is
     left out. If `part` is not empty, only tensors whose names begin with `part` and a dot are
@@ -302,10 +302,10 @@ def synthesized_files(
 
 
 def free_path(path: str, taken: Collection[str]) -> str:
-    """Return `path`, changed if it collides with a path in `taken`.
+    """Return `path`, or a similar path if it collides with a path in `taken`.
 
-    Two paths collide if they are equal or if one of them is a folder in the other path. Underscores
-    are appended to the first name in `path`, before its suffix, until there is no collision.
+    The first name in the path gets underscores: `a.bin` becomes `a_.bin`, for example. Two paths
+    collide if they are equal, or if one of them is a folder in the other path.
     """
     others = [PurePosixPath(other) for other in taken]
     while any(_collide(PurePosixPath(path), other) for other in others):

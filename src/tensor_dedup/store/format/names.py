@@ -20,7 +20,8 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 def check_name(name: str) -> str:
     """Return `name` if it is a valid checkpoint name.
 
-    The name of the file that stores the checkpoint's reference must also be valid.
+    It must have the syntax that `check_form` checks. The file of the checkpoint's reference is
+    named after it, and that file name must not be too long.
 
     Raises:
         BadNameError: The name is invalid or too long.
@@ -37,7 +38,8 @@ def check_name(name: str) -> str:
 def check_form(name: str) -> str:
     """Return `name` if it has the syntax of a checkpoint name.
 
-    Unlike `check_name`, this does not check the length of the name of the reference's file.
+    Unlike `check_name`, this function does not limit the length of the file name that is made from
+    `name`.
 
     Raises:
         BadNameError: The name does not have that syntax or is too long.

@@ -70,10 +70,10 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return () if self.base is None else (self.base, *self.parts.values())
 
     def leaf_in(self, start: int) -> tuple[bytes, int]:
-        """Return where a leaf is stored that this piece takes from another piece.
+        """Return the piece and the offset from which this piece takes a leaf.
 
-        `start` is the offset of the leaf in this piece. The result is the digest of the other piece
-        and the offset of the leaf in that piece.
+        `start` is the offset of the leaf in this piece. The result is the digest of the other
+        piece, which holds the leaf, and the offset of the leaf there.
         """
         number = start // LEAF_BYTES
         if is_part(self.codec, number):

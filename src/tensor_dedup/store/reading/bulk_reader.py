@@ -129,12 +129,15 @@ class BulkReader:
     Close the reader, or use it as a context manager. Without `verify`, unencoded pieces are not
     compared with their digests.
 
-    With `mapped`, containers are mapped into memory instead of copied. The memory is then shared
-    with the page cache. Pages that the kernel drops and reads again later are not verified again.
-    If verification finds a page that the disk cannot read, the whole span is copied from intact
-    copies instead. If an access finds such a page later, or without `verify`, the process ends
-    (SIGBUS). Each mapped span takes a file descriptor. When two thirds of the free descriptors are
-    in use, further spans are copied.
+    With `mapped`, containers are mapped into memory instead of copied. The memory is that of the
+    page cache:
+
+    - Pages that the kernel drops and reads again later are not verified again.
+    - If verification finds a page that the disk cannot read, the span is copied after all, from
+      intact copies.
+    - An access to such a page that verification did not find ends the process (SIGBUS).
+    - A mapped span takes a file descriptor. When two thirds of the free descriptors are in use,
+      further spans are copied.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ class PieceCopies:
 
     The containers are held open until `close`. If there are more of them than a reader may hold
     open, the least recently used are closed, and opened again when needed. If no known copy of a
-    piece is intact, all containers are searched for other copies. In both cases a session is held
-    from then on, so that garbage collection removes nothing.
+    piece is intact, all containers are searched for other copies. In both cases, the store's main
+    lock is held shared from then on, so that garbage collection removes nothing.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex, wanted: set[bytes]) -> None:
@@ -146,7 +146,7 @@ class PieceCopies:
         return self._objects.containers.table(container), self._objects.bad_offsets(container.name)
 
     def close(self) -> None:
-        """Close the containers and end the session. A second call has no effect."""
+        """Close the containers and release the store's lock. A second call has no effect."""
         self._handles.close()
         self._session.close()
 
@@ -184,9 +184,12 @@ class PieceCopies:
             return list(self._copies.get(digest, ()))
 
     def may_have(self, digest: bytes, nbytes: int) -> bool:
-        """Return whether a piece with this digest and size may be read from this object.
+        """Return whether reading a piece with this digest and size may succeed.
 
-        That is so if the piece was asked for or found, and no known copy has another size.
+        The result is False in two cases:
+
+        - This object was not opened for the piece, and no copy of it was found.
+        - A known copy has another size.
         """
         with self._lock:
             copies = self._copies.get(digest)
@@ -194,10 +197,11 @@ class PieceCopies:
         return not unknown and all(copy.record.nbytes == nbytes for copy in copies or ())
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor to use for new deltas against a piece.
+        """Return the digest of an anchor for pieces that resemble the piece `digest`.
 
-        An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
-        Return None if neither can serve.
+        An anchor is a piece against which others can be encoded. It must not be encoded against
+        another piece itself. The result is `digest` if that piece can serve, or else the digest of
+        the piece that it is encoded against. If neither can serve, the result is None.
         """
         bases = [copy.record.base for copy in self.known(digest) if copy.record.base is not None]
         # One step, never more: two deltas may be against each other when no plain copy is left.
@@ -209,8 +213,8 @@ class PieceCopies:
     def all_of(self, digest: bytes) -> Iterator[PieceCopy]:
         """Iterate over all copies of a piece: first the known copies, then those found by a search.
 
-        The search reads the tables of all containers. It is left out if a garbage collection does
-        not end.
+        The search reads the tables of all containers. It is left out if garbage collection keeps
+        the store locked.
         """
         known = self.known(digest)
         yield from known
@@ -268,7 +272,8 @@ def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[C
     """Choose the containers to open for reading pieces.
 
     `places` maps the digest of each piece to its locations. The result is a small set that holds
-    every piece. It also has some containers with second copies, if they hold little else.
+    every piece. It also has some containers with second copies, if at least a quarter of such a
+    container is wanted.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

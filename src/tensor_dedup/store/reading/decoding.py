@@ -23,11 +23,11 @@ Raises:
 
 
 def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return a function that provides the leaves which `record` takes from other pieces.
+    """Return a function that reads a leaf which the piece of `record` takes from another piece.
 
-    The function is called with the offset of a leaf in the piece and with memory to fill. It finds
-    the other piece, calls `read_leaf` with that piece's digest, the leaf's offset there and the
-    memory, and returns the digest of the leaf, which `read_leaf` returns.
+    The function takes the offset of the leaf in the piece, and memory to fill. It calls `read_leaf`
+    with the digest of the other piece, the leaf's offset there and the memory. It returns the
+    result of `read_leaf`, the digest of the leaf.
     """
 
     def fill(start: int, view: memoryview) -> bytes:
@@ -44,8 +44,7 @@ def fill_leaves(
 
     `record` says where and how the piece is stored in the file `handle`. `base` provides leaves of
     other pieces (see `base_of`) and is called only if the piece is encoded against them. Errors of
-    `base` propagate, as does the OSError of a failed read. The hashing threads of the process
-    decode and hash encoded leaves.
+    `base` propagate, as does the OSError of a failed read.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)

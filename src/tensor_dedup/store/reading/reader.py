@@ -45,8 +45,8 @@ class StoredPieces:
     """Pieces of a store, open for reading. They stay readable if garbage collection runs.
 
     The containers are held open, and an open file can be read even after it was deleted. If there
-    are more containers than a reader may hold open, or if damage was found, a session is held until
-    `close`, which delays garbage collection.
+    are more containers than a reader may hold open, or if damage was found, garbage collection has
+    to wait until `close`.
 
     Any thread may read. Close the object, or leave its `with` statement, only when no read is
     running any more. Do not use it in a forked child.
@@ -110,10 +110,11 @@ class StoredPieces:
         return [copy.record for copy in self._copies.known(digest)]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor to use for new deltas against a piece.
+        """Return the digest of an anchor for pieces that resemble the piece `digest`.
 
-        An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
-        Return None if neither can serve.
+        An anchor is a piece against which others can be encoded. It must not be encoded against
+        another piece itself. The result is `digest` if that piece can serve, or else the digest of
+        the piece that it is encoded against. If neither can serve, the result is None.
         """
         return self._copies.anchor(digest)
 

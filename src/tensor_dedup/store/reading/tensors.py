@@ -62,8 +62,8 @@ def load_tensors(
     which is freed with the last of them. Safe from any thread. The checkpoint may be closed
     afterwards.
 
-    Every byte is compared with its digest. If `verify` is False, only tensors are that are encoded,
-    or lie in files indexed in place. `pool` provides memory that is reused.
+    Every byte is compared with its digest. If `verify` is False, this is done only for encoded
+    tensors and for tensors in files indexed in place. `pool` provides memory that is reused.
 
     With `mapped`, tensors are private mappings of the containers and share the page cache until
     they are written. Pages that the kernel drops and reads again are not verified again. An access

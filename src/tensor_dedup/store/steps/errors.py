@@ -122,8 +122,8 @@ class BadOptionError(AdvisedError):
     def of(cls, kind: BadOption, where: str, what: str, **facts: object) -> Self:
         """Return an error about an invalid option, for the caller to raise.
 
-        The message consists of `where`, the fault `what`, and the advice for `kind`. `facts` are
-        the error's facts as values.
+        The message consists of `where` (such as the run, class or option), `what` (the fault) and
+        the advice for `kind`. `facts` are stored in the error's attribute of that name.
         """
         return cls(f"{where}: {what}; {kind.value}", kind, path=where, **facts)
 

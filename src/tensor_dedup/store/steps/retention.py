@@ -46,9 +46,10 @@ class Rules(TypedDict, total=False):
 class Retention:
     """The retention rules of a run. A step is deleted if no rule keeps it.
 
-    - `last` is a count: as many of the steps saved last are kept.
+    - `last` is the number of most recently saved steps to keep.
     - `every` keeps the steps whose number is a multiple of it.
-    - `best` (metric, count, "min" or "max") keeps as many steps with the best values of the metric.
+    - `best` is a tuple of a metric, a count, and "min" or "max". The rule keeps that number of
+      steps, those with the best values of the metric.
 
     If all three are None, all steps are kept.
     """

@@ -381,9 +381,11 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
 class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and the state of its reference.
 
-    `sequence` is the place. `reference` is a value that changes with the reference: the status of
-    the reference's file or, in a remote, the target of the reference. `manifest` is the name of the
-    manifest, and `content` is its `content_name`. Both are None if the manifest cannot be read.
+    - `sequence` is the place in the order, as a sequence number.
+    - `reference` is a value that shows whether the reference has changed: the status of its file
+      or, in a remote, the manifest that it names (a placeholder if the reference is damaged).
+    - `manifest` is the name of the step's manifest, and `content` is the manifest's `content_name`.
+      Both are None if the manifest cannot be read.
     """
 
     sequence: int
@@ -607,7 +609,7 @@ class StepOrder:
             return self._last
 
     def at_least(self, sequence: int) -> None:
-        """Make all further sequence numbers greater than `sequence`."""
+        """Make all numbers that `next` returns from now on greater than `sequence`."""
         with self._lock:
             self._last = max(self._greatest() if self._last is None else self._last, sequence)
 

@@ -1,6 +1,6 @@
-"""The file with the sequence number that was given to a step last, for all runs of a store.
+"""The file with the latest sequence number of a store. Sequence numbers order the steps of runs.
 
-The file is overwritten in place and not synced.
+All runs of the store share the file. It is overwritten in place and not synced.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ _LAST = "last "
 def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
     """Return a new sequence number, greater than `above` and than every number returned before.
 
-    Numbers returned by other processes count, too, until the machine stops. If the file with the
-    last number is missing or damaged, `greatest` is called, which returns the greatest sequence
-    number of the existing steps.
+    Numbers returned in other processes count, too. After a crash of the machine, numbers may be
+    returned again, because the file with the last number is not synced and may be lost or outdated.
+    If the file is missing or damaged, `greatest` is called, which returns the greatest sequence
+    number of the run's steps.
     """
     with folder.naming():
         last = _last_given(folder)

@@ -123,9 +123,10 @@ class Inventory:
         return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
-        """Return the missing anchors: pieces that would make lost pieces readable again.
+        """Return the missing anchors: the pieces against which lost pieces are stored as deltas.
 
-        The lost pieces are stored as deltas against them. No manifest needs to refer to an anchor.
+        If the anchors are restored, the lost pieces are readable again. An anchor need not be a
+        piece of any checkpoint.
         """
         lost, anchors = self.lost(), self.anchors()
         return {

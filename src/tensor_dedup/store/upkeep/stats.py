@@ -53,7 +53,7 @@ class Listed:
     """A checkpoint in a listing. `nbytes` is the size of an export.
 
     `imported_at` is in seconds since 1970. If the reference or the manifest cannot be read,
-    `damage` says why, and unknown sizes are 0. If it is the reference, `manifest` is empty, too.
+    `damage` says why, and unknown sizes are 0. Without a readable reference, `manifest` is empty.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Listed:
     damage: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the fields, or `name` and `what` of a damaged checkpoint, as a dict for JSON.
+        """Return all fields except `damage` as a dict for JSON.
 
-        For a damaged checkpoint, the dict has only its name and a text about the damage.
+        For a damaged checkpoint, the dict has only `name` and, under `what`, the text of `damage`.
         """
         if self.damage is not None:
             return {"name": self.name, "what": self.damage}

@@ -150,8 +150,8 @@ def plan_of(
 
     `choice` is the codec chosen for the piece, and `anchor` is the anchor to store it against;
     either may be None. `leaves` has the leaf digests of the piece. If `held` is given, leaves that
-    differ from the anchor's become separate pieces unless the codec makes them much smaller,
-    because later steps can share separate pieces, but not encoded leaves.
+    differ from the anchor's become separate pieces, which later steps can share. If the codec makes
+    these leaves much smaller, they are encoded instead.
     """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
     if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
@@ -171,9 +171,10 @@ def _is_cheap(choice: "CodecChoice") -> bool:
 
 
 def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
-    """Return the anchor for new deltas against the piece `digest`: the piece itself, or its base.
+    """Return an anchor for pieces that resemble the piece `digest`, or None if there is none.
 
-    Return None if neither can serve as an anchor.
+    An anchor is a piece against which others can be encoded. It is the piece `digest`, or else the
+    piece that this one is encoded against.
     """
     found = pieces.anchor(digest)
     records = [] if found is None else pieces.records(found)
@@ -336,7 +337,7 @@ class EncodedWriter(ContainerWriter):
 
         If encoding does not save enough or the anchor cannot be read, store nothing and return
         None. `leaves` has the concatenated leaf digests of the piece. Each thread holds one leaf in
-        memory. It calls `before_leaf` before each leaf, which may raise to stop the encoding.
+        memory, and calls `before_leaf` before each leaf. If that raises, the encoding stops.
 
         Raises:
             ChangedFileError: The piece no longer has its leaf digests.
@@ -562,9 +563,9 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
     """Encode `data`, a leaf that differs from the anchor's, and check that it can be decoded.
 
-    `first` is the offset of the leaf in its piece. If the plan leaves out other leaves, this leaf
-    is returned unencoded when the check fails or the codec saves too little. Otherwise the result
-    is None when the check fails.
+    `first` is the offset of the leaf in its piece. With `plan.by_leaf`, the leaf is returned
+    unencoded if the check fails or the codec saves too little. Without it, the result is None if
+    the check fails.
     """
     if plan.choice is None:
         return wrap(AS_IT_IS, data)

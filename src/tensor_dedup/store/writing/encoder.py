@@ -1,9 +1,10 @@
 """Encoding of imported tensors: the choice of tensors, codecs and bases (`--compress auto`).
 
 The choices are made by measurement on samples. A base is a stored tensor that a new tensor is
-encoded against. The bases of all tensors come from one checkpoint. That is the checkpoint that the
-caller names, or else the one whose tensors differ in the fewest bits from the largest new tensors.
-A stored tensor that shares most leaves with a new one is preferred as its base.
+encoded against. If a stored tensor shares at least half of the leaves of a new one, it is the base.
+Otherwise, the base comes from one checkpoint for all tensors: the one that the caller names, or
+else the one whose tensors differ in the fewest bits from the largest new tensors. If no tensor of
+that checkpoint fits, a stored tensor that shares fewer leaves can be the base.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -201,9 +202,11 @@ def samples_by_leaf(
     """Return samples of the leaves of a piece that differ from the leaves of `anchor`.
 
     `read(start, stop)` returns bytes of the piece, which has `nbytes` and the concatenated leaf
-    digests `leaves`. `size` is the size of a sample in bytes. If the anchor also has leaves where
-    some of these leaves are, only those leaves are sampled, and each sample has the anchor's bytes
-    as its base.
+    digests `leaves`. `size` is the size of a sample in bytes.
+
+    Leaves without a counterpart in the anchor (a leaf of the same size at the same offset) are
+    sampled only if none of the differing leaves has one. Their samples have no base. The base of
+    other samples is the bytes of the counterpart.
     """
     own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
     beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]

@@ -105,8 +105,8 @@ class ImportResult:
     - `leaf_shared_bytes` is the part of `new_bytes` in leaves shared with stored tensors. It takes
       no space.
     - `stored_bytes` is what the import added to the disk, with metadata.
-    - `saved_bytes` is what encoding saved on the `encoded_tensors`. `base` is the name of the
-      checkpoint they were encoded against.
+    - `encoded_tensors` is the number of encoded tensors, and `saved_bytes` is what encoding saved.
+    - `base` is the name of the checkpoint whose tensors new ones are encoded against, or None.
     - `external_bytes` is the size of what was indexed in place.
     - `unchanged` is True if the name held the same files before, so that nothing was written.
     """
@@ -537,9 +537,9 @@ def expected_manifest(
 ) -> str:
     """Return the name of the manifest that importing `source` would make.
 
-    `known(path, fd)` returns the known digests of an open file as a mapping from (start, nbytes).
-    They are trusted, and ranges without a known digest are hashed. Use the result only to decide
-    whether to import again.
+    `known(path, fd)` returns the known digests of an open file, as a mapping from (start, nbytes)
+    to digests. They are trusted, and ranges without a known digest are hashed. Use the result only
+    to decide whether to import again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

@@ -1,13 +1,11 @@
 """State that a training run keeps between saves, so that a step costs only what is new in it.
 
 - `LastStep` holds the pieces of the last step and where they are stored, by page of the step's
-  manifest (a page lists 256 pieces). Unchanged pages are skipped. An ensemble that grows at its end
-  therefore costs its new trees and one comparison of lists for each page.
+  manifest (a page lists 256 pieces). Unchanged pages are skipped.
 - `AnchorMemory` holds decoded leaves of anchors, the tensors that others are stored against. An
   anchor serves many steps, and decoding it is a third of what encoding a step costs.
-- `RunCache` holds the connection to the index, and the hashing threads. Closing the last connection
-  writes the whole index to disk, and opening a connection reads its schema. Together they take
-  longer than a save.
+- `RunCache` holds the connection to the index, and the hashing threads. To close and open the
+  connection for each save would take longer than the save.
 
 A forked child never uses its parent's state.
 """

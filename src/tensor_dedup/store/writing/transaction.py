@@ -13,9 +13,10 @@ them.
 4. the pages and the manifest
 5. the reference
 
-`BatchTransaction` serves the steps that a run saves. Containers, pages, manifest and the reference,
-which has no name yet, are synced together, because many concurrent syncs cost a file system's
-journal about as much as one. Then come the index and the second look-up.
+`BatchTransaction` serves the steps that a run saves. It syncs the containers, the pages, the
+manifest and the reference, still under a temporary name, all together, because many concurrent
+syncs cost a file system's journal about as much as one. Then come the index, the second look-up and
+the rename of the reference.
 
 In both, the last check of the name and the rename of the reference happen while the lock for
 changing references is held. So a step cannot be pinned just before it is replaced, and a save and
@@ -138,10 +139,10 @@ class OrderedTransaction(Transaction):
         self.containers.append(container)
 
     def settle(self, containers: Iterable[ContainerId]) -> None:
-        """Make the names of `containers` durable, as far as other processes created them.
+        """Make the names of those `containers` durable that this transaction did not add.
 
-        Those processes may have died before they synced the folder. Call it for all containers that
-        the new manifest relies on, after their last look-up.
+        The processes that created them may have died before they synced the folder. Call it for all
+        containers that the new manifest relies on, after their last look-up.
         """
         layout, files = self._objects.layout, self._objects.files
         others = {*containers} - {*self.containers}
@@ -217,9 +218,9 @@ class BatchTransaction(Transaction):
         self.object_bytes += len(blob)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of the files at `paths` durable, which other processes created.
+        """Make the names of the files at `paths` durable.
 
-        Those processes may have died before they synced the folder.
+        Other processes created the files, and may have died before they synced the folder.
         """
         self._batch.settle(paths)
 
@@ -257,7 +258,7 @@ class BatchTransaction(Transaction):
 
 
 class SyncedFolders:
-    """The folders that a store handle has synced, so that the folders' own names are durable."""
+    """Folders whose own names are known to be durable, so their parents need no further sync."""
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
@@ -319,7 +320,10 @@ class PublishBatch:
         self._synced.folders.update(folders)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of the files at `paths` durable, which other processes created."""
+        """Make the names of the files at `paths` durable.
+
+        Other processes created the files, and may have died before they synced the folder.
+        """
         folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
         self._sync(self._objects.files.sync_folder, list(folders))
         self._synced.folders.update(folders)

@@ -142,10 +142,10 @@ class Transfer:
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
     def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
-        """Announce pieces to send that the checkpoint does not list. `sizes` maps digests to sizes.
+        """Announce pieces to send that the checkpoint does not list, but needs for decoding.
 
-        They are the pieces that the checkpoint's pieces are encoded against. Those in `parts`,
-        which are leaves stored as separate pieces, get separate containers.
+        `sizes` maps their digests to their sizes. `parts` are those that are separately stored
+        leaves of other pieces; they get containers of their own.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 

@@ -17,9 +17,9 @@ _CODES: Final = frozenset(NUMPY_CODES.values())
 def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | NamedValue, Wire]":
     """Return `array` in a form that can be stored, and its encoded dtype.
 
-    The encoded dtype is None if the array can be stored unchanged. Times become 64-bit integers.
-    Strings and records become bytes, with one more dimension and with zeros between the fields of a
-    record. Nothing is copied.
+    If the array can be stored unchanged, the encoded dtype is None. Times become 64-bit integers.
+    Strings and records become bytes, with one more dimension. The elements are not copied. If
+    records have padding between their fields, zeros are put in its place when the result is read.
 
     Raises:
         UnsupportedArrayError: The dtype depends on the machine or holds Python objects, or the
@@ -96,7 +96,9 @@ def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> lis
 
 
 def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
-    """Return `array` with its dimensions in memory in the order `order`; the elements are equal.
+    """Return a copy of `array` whose dimensions lie in memory in the order `order`.
+
+    `order` begins with the outermost dimension. The copy has the same shape and elements.
 
     Raises:
         DamagedStateError: `order` is not a permutation of the dimensions.

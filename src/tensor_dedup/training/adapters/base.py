@@ -46,10 +46,10 @@ class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
     An adapter may also have a method `chunks(model)`, which returns an iterator of named
-    StateChunks. A save then uses `chunks` instead of `extract`. Each chunk must have memory of its
-    own that stays unchanged until the model may be changed, because a save may read the chunk after
-    all other chunks were made. If a provider filled one buffer again for each chunk, wrong content
-    would be saved without an error.
+    StateChunks. A save then uses `chunks` instead of `extract`. A save may read a chunk after all
+    other chunks were made, so the memory of a chunk must stay unchanged until the model may be
+    changed. In particular, do not fill the same buffer again for each chunk: wrong content would be
+    saved without an error.
 
     The methods are called from several threads.
     """
@@ -88,13 +88,13 @@ class StateProvider:
       iterator over the keys and values of the dict. Each value is then processed before the next
       one is requested, and the memory of a value must not be reused for another.
     * `restore(state, original)` restores a state into the object `original`, or into a new object
-      if `original` is None, and returns the object. In the state, a StateChunk is replaced by its
-      source, or by a NamedValue if the source is bytes or is made by `make`.
+      if `original` is None, and returns the object. In place of each StateChunk, the state has the
+      chunk's source. A source of bytes, or one made by `make`, is given as a NamedValue.
     * `parts(original)`, if given, returns the same structure as `state`, with those tensors and
       arrays of `original` that are to be filled in place.
     * `flat` has the keys of the state that are left out of the names of pieces.
     * `fixed` has the keys of the state whose plain values hardly ever change.
-    * `inline` says whether tensors with one element are stored as plain values.
+    * `inline` says whether 0-dimensional CPU tensors are stored as plain values.
     """
 
     name: str

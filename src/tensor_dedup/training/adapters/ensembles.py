@@ -91,10 +91,11 @@ def warn_not_append_only(kind: str) -> None:
 def read_columns(
     objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
 ) -> _Columns | None:
-    """Return the same as `columns_of(objects)`, which reads columns with one item for each object.
+    """Return the result of `columns_of(objects)`: columns with one item for each object.
 
     In append-only mode, objects that were read at the previous step are not read again. Only the
-    last of them is read and compared; if it has changed, all objects are read.
+    last of them is read and compared. If it has changed, or if one of them was removed or replaced,
+    all objects are read.
     """
     memory = append_only_memory()
     if memory is None:

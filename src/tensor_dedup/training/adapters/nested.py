@@ -63,9 +63,10 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """The node of a container in which there are not only plain values.
+    """The node of a container, such as a dict or a list, with a node for each item.
 
-    `kind` is the tag of the container's type, and `head` its extra argument (`plain.header`).
+    `kind` is the tag of the container's type, and `head` its extra argument (`plain.header`). A
+    list or dict of plain values needs no such node, because it is a plain value itself.
     """
 
     kind: int
@@ -104,7 +105,7 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """A node in the description of a model, whose bytes are stored as the piece `name`."""
+    """The node of a value that is stored as the piece `name` and restored as a NamedValue."""
 
     name: str
 
@@ -130,20 +131,20 @@ class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
     """The node of a PieceSeries, which is stored as pieces `name`_000000 and so on.
 
-    The number of pieces is the next plain value.
+    The number of pieces is stored as a plain value in the piece `#values`.
     """
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """The node of a numpy array of Python objects. Its shape is the next plain value."""
+    """The node of a numpy array of Python objects. Its shape is in the piece `#values`."""
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """The node of a 0-dimensional tensor. Its bytes are the next plain value."""
+    """The node of a 0-dimensional tensor whose bytes are in the piece `#values`."""
 
     dtype: str
 

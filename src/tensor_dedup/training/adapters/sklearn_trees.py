@@ -1,9 +1,12 @@
 """Store tree ensembles of scikit-learn with one piece for each tree.
 
-The piece of a tree has the numpy record in which scikit-learn keeps each node, with zeros between
-the fields, and then the values of the nodes. All trees are read together; 5,000 trees take about
-20 ms. Attributes that all estimators around the trees share are stored once. The attributes that
-differ, a few numbers for each tree, are stored in pieces for 256 trees each.
+The piece of a tree has one row of bytes for each node: the numpy record in which scikit-learn keeps
+the node, with zeros as padding, and then the node's values. All trees are read together; 5,000
+trees take about 20 ms.
+
+In scikit-learn, each tree belongs to an estimator with attributes. Attributes that are equal in all
+estimators of the ensemble are stored once. The attributes that differ, a few numbers for each tree,
+are stored in pieces for 256 trees each.
 
 scikit-learn walks trees in C without bounds checks. Since a step may come from an untrusted source,
 a tree whose nodes refer to places outside its memory is refused as damaged.
@@ -129,8 +132,9 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 def trees_state(trees: Trees) -> Any:
     """Return the state of the trees of an ensemble.
 
-    It has the attributes that the trees have in common, the trees as a series of pieces, and the
-    differences between the attributes.
+    It has the attributes that all estimators have in common, the trees as a series of pieces, and
+    the attributes in which the estimators differ. If the estimators are too different for this, it
+    has them unchanged.
     """
     first = vars(trees.estimators[0])
     if first[_TREE] is None:

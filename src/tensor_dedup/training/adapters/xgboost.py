@@ -6,9 +6,9 @@ that grow with every round become pieces of 1 KiB, of which only the last one ch
 remainder, about 2 KB, hardly grows and is stored as a plain value.
 
 In append-only mode, XGBoost writes only a slice of the booster, from the last known round on. A
-slice is itself a model. It differs from the whole model in the parts that are counted from the
-first round: the numbers of the trees, two lists and a count. It may also lack attributes. Only
-these parts and the attributes are replaced in the bytes of the slice.
+slice is itself a model: its trees are numbered from 0, and its two lists and its count of trees
+cover only the rounds of the slice. It may also lack attributes. To get the bytes of the whole
+model, these parts of the slice are replaced, and the earlier trees are added.
 """
 
 import struct

@@ -221,7 +221,10 @@ class Drain:
         return {step: found[step] for step in sorted(found)}
 
     def numbers(self) -> set[int]:
-        """Return the step numbers whose names were in use on the second tier when last read."""
+        """Return the step numbers that were taken on the second tier when it was last read.
+
+        Numbers taken by checkpoints that are not steps of this run are included.
+        """
         return {*self._seen.places, *self._seen.taken}
 
     def described(self) -> list[Step]:
@@ -761,8 +764,9 @@ class Drain:
     def free_space(self) -> bool:
         """Free the space of steps deleted from the fast tier; return whether any was freed.
 
-        If no space can be freed, the method waits until the undrained steps are drained, since
-        steps are then deleted from the fast tier, and tries again.
+        If no space can be freed, the method waits until all steps are drained, or until an attempt
+        to drain fails, and tries again. Drained steps may be deleted from the fast tier, so there
+        may be space to free then.
         """
         before = self._freed
         self._sweep(_FULL_WAIT_S)

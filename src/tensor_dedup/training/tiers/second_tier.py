@@ -74,12 +74,13 @@ class TierContent:
 class SecondTier(Protocol):
     """The tier to which the steps of one run are drained.
 
-    Names that are on both tiers are changed inside `with tier.naming():`. For a store, this lock
-    excludes all objects that drain to it; for a remote, only those with the same fast tier. Use
-    `with tier.session():` around several calls.
+    Change a name that is on both tiers only inside `with tier.naming():`, which holds a lock. If
+    the tier is a store, the lock excludes every other CheckpointStore that drains to it. If the
+    tier is a remote, it excludes only those with the same fast tier. Use `with tier.session():`
+    around several calls.
 
-    All methods raise StoreErrors. The types in `own_damage` mean that the tier itself is damaged,
-    not a particular step.
+    All methods raise StoreErrors. An error of a type in `own_damage` means that the tier itself is
+    damaged, and not a particular step.
     """
 
     where: str
@@ -106,7 +107,7 @@ class SecondTier(Protocol):
         """
 
     def content(self) -> TierContent:
-        """Return the steps and pins of the run on this tier, and other uses of such names."""
+        """Return the run's steps and pins, and the step numbers taken by other checkpoints."""
 
     def place(self, step: int) -> StepPlace | None:
         """Return the place of a step in the order of saving, or None if the tier lacks the step."""
@@ -365,11 +366,11 @@ class StoreTier:
 
 
 def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Return whether the state of a step at `one` counts, and not the state at `other`.
+    """Return whether the state of a step at the place `one` counts instead of that at `other`.
 
-    `one` and `other` are places in the order of saving, or None for a state that does not exist.
-    The state at `one` counts if it can be read, and if the state at `other` does not exist, cannot
-    be read, or is different and earlier.
+    `one` and `other` are places in the order of saving, or None for a state that does not exist. A
+    state that cannot be read never counts. A state that can be read counts if the other one does
+    not exist, cannot be read, or is different and earlier.
     """
     if one is None or not one.readable:
         return False

@@ -1,16 +1,18 @@
 """Notes of a fast tier about its second tier, and the rules for which state of a step counts.
 
-    tiers/RUN    the identity of the second tier to which the run was drained; while drained steps
-                 may be deleted from the fast tier, the run must not be drained to another one
-    drains/RUN   for each second tier, by identity: the place in the order of saving up to which all
-                 steps were drained, and the last places that were seen there
+    tiers/RUN    the identity of the second tier to which the run was drained
+    drains/RUN   for each second tier: the place in the order of saving up to which all steps were
+                 drained, and the last places that were seen there
+
+If drained steps may be deleted from the fast tier, the run must not be drained to any other second
+tier than the one noted in tiers/RUN.
 
 If the two tiers have different states of a step, the state with the later place counts, provided
-that it was saved with knowledge of the other state. This condition does not always hold: a fast
-tier may die before its last steps are drained, and another fast tier that continues from the second
-tier does not know of these steps. To make this visible, a fast tier that continues the steps of
-another one takes places from a later range (`next_turn`). It also notes which places it has seen on
-the second tier before it saves anything. So three cases can be detected:
+that it was saved with knowledge of the other state. This condition does not always hold. A fast
+tier may die before its last steps are drained. Another fast tier that then continues from the
+second tier does not know of these steps. To make this visible, a fast tier that continues the steps
+of another one takes places from a later range (`next_turn`). It also notes which places it has seen
+on the second tier before it saves anything. So three cases can be detected:
 
 1. The second tier has a state of a step that is later than an undrained state on the fast tier. The
    later state was saved without knowledge of the undrained one.
@@ -181,8 +183,9 @@ class TierNotes:
     def sending(self, place: StepPlace) -> None:
         """Record durably that the step at `place` is about to be copied to the second tier.
 
-        The copy is then recognised later. The record has the manifest of the step, because another
-        fast tier may use the same place if the copy fails.
+        By this record, the copy is later recognised as one from this fast tier. The record has the
+        name of the step's manifest. The place would not suffice, because another fast tier may use
+        the same place if the copy fails.
         """
         assert place.manifest is not None, "what cannot be read is not copied"
         self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
@@ -262,11 +265,11 @@ class TierNotes:
 
 
 def next_turn(last: int) -> int:
-    """Return the first place of the range of places that follows the range with `last`.
+    """Return the first place of the next range, after the range that contains the place `last`.
 
-    Places are divided into ranges of equal size. A fast tier that continues the steps of another
-    one begins a new range, because the other fast tier may have used further places in the range
-    with `last` without draining these steps.
+    Places in the order of saving are divided into ranges of equal size. A fast tier that continues
+    the steps of another one begins a new range, because the other one may have saved further steps
+    in the old range that were never drained.
     """
     return (last // _TURN + 1) * _TURN
 
