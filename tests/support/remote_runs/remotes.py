@@ -251,9 +251,17 @@ class Proxy:
                 there = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
+            self._open = [each for each in self._open if each.fileno() >= 0]
             self._open += [here, there]
-            for source, target, out in ((here, there, True), (there, here, False)):
-                threading.Thread(target=self._pump, args=(source, target, out), daemon=True).start()
+            threading.Thread(target=self._forward, args=(here, there), daemon=True).start()
+
+    def _forward(self, here: socket.socket, there: socket.socket) -> None:
+        """Pass on what either side sends, until one of them is closed."""
+        with here, there:
+            back = threading.Thread(target=self._pump, args=(there, here, False), daemon=True)
+            back.start()
+            self._pump(here, there, True)
+            back.join()
 
     def _pump(self, source: socket.socket, target: socket.socket, out: bool) -> None:
         try:
