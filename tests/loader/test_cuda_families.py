@@ -102,7 +102,11 @@ class CudaFamilies(RuleBasedStateMachine):
         near = origin.engine is made.engine or managed == {True}
         event(f"near: {near}, shared in part: {made.shared > 0}")
         if near and not origin.written and not torch.equal(content, origin.content):
-            assert shared_bytes(made.tensor, origin.tensor) == in_common(content, origin.content)
+            common = in_common(content, origin.content)
+            if origin.engine is made.engine:
+                assert shared_bytes(made.tensor, origin.tensor) == common
+            else:  # as in another process, whose slabs have other numbers
+                assert made.shared >= common
 
     @precondition(lambda self: self.models)
     @rule(number=st.integers(0, MOST), row=st.integers(0, 2000))
