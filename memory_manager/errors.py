@@ -22,7 +22,7 @@ class MemoryManagerError(TensorDedupError):
 
 
 class ManagerGoneError(MemoryManagerError):
-    """No manager answers, or the connection broke. Load privately, or connect again."""
+    """No manager answers, or the connection broke. Load into private memory, or connect again."""
 
     exit_status = NOBODY_THERE
 
@@ -53,7 +53,7 @@ class RefusedError(MemoryManagerError):
 
 
 class LeaseClosedError(MemoryManagerError):
-    """A lease, a put, a slab or a client was used after it was closed, by a bug in the caller."""
+    """A lease, a put, a slab or a client was used after it was closed: a bug in the caller."""
 
 
 class BackendError(MemoryManagerError):
@@ -75,8 +75,8 @@ class NotSealedError(BackendError):
 class DeviceError(BackendError):
     """A call of the CUDA driver failed.
 
-    The error's `facts` have the name of the call and its CUresult as `call` and `code`. If there is
-    no driver, or no cuda-bindings to call it with, the fact `kind` is "no_driver".
+    In the error's `facts`, `call` is the name of the call and `code` its CUresult. If there is no
+    driver, or the package cuda-bindings is missing, the fact `kind` is "no_driver".
     """
 
 

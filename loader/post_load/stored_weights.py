@@ -108,7 +108,8 @@ class StoredWeights:
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Return the tensor `name` from the weights file at `path`, in host memory.
 
-        The result is a mapping of a resident, as `map_shared` makes it, or a private tensor.
+        If the tensor can be shared, the result is a mapping of a resident (shared tensor).
+        Otherwise it is a private tensor.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.

@@ -144,7 +144,7 @@ class Server:
 
     @property
     def silence_s(self) -> float | None:
-        """The seconds since the event loop last ran through, or None while it is not running.
+        """The seconds since the event loop last made progress, or None while it is not running.
 
         Safe from any thread.
         """
@@ -269,7 +269,7 @@ class Server:
     def received(self, client: ClientSocket, datagram: wire.Datagram) -> None:
         """Pass a message to the core, and perform the effects at once.
 
-        Effects may use the descriptors of the message; the descriptors that are left are closed.
+        Descriptors of the message that no effect has used are closed.
         """
         self._arrived = datagram.descriptors
         try:

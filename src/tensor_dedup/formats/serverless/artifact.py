@@ -60,9 +60,12 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 class TreeHash:
     """The hash tree over the data of an artifact, from which its data multihash is computed.
 
-    Pass the data to `update`, in order and from one thread, or pass its leaves to `leaf`, in any
-    order and from any thread. If both are used, `update` gets the beginning of the data, and `leaf`
-    the leaves after it.
+    The data can be passed in two ways:
+
+    * to `update`, in order and from one thread;
+    * to `leaf`, as whole leaves in any order and from any thread.
+
+    If both are used, `update` gets the first leaves and `leaf` all others.
     """
 
     def __init__(self) -> None:
@@ -173,7 +176,7 @@ class ArtifactVerification:
     """The checked content of a verification file.
 
     `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` and
-    `key_values` are 64-bit words of the data.
+    `key_values` are 64-bit words at fixed places of the data.
     """
 
     byte_space_id: str
