@@ -72,7 +72,7 @@ class FinalTensor:
 
 
 class LoadLedger:
-    """A record of what one load shared, and what not. For one thread.
+    """A record of what one load shared and what it did not share. For one thread.
 
     - `finals` maps the name of each final tensor (a weight as the engine uses it) to its entry.
     - `skipped` maps the name of a tensor that is not shared to the reason.

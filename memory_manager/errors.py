@@ -11,7 +11,7 @@ MemoryManagerError
       - NoMemoryError       the system refused memory or a descriptor
       - StillWritableError  a process still has the slab mapped writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
-      - DeviceError         a call of the CUDA driver failed, or there is no driver to call
+      - DeviceError         a call of the CUDA driver failed, or there is no driver or no such GPU
 """
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, TensorDedupError
@@ -73,10 +73,10 @@ class NotSealedError(BackendError):
 
 
 class DeviceError(BackendError):
-    """A call of the CUDA driver failed.
+    """The CUDA driver failed, or a GPU cannot be used.
 
-    In the error's `facts`, `call` is the name of the call and `code` its CUresult. If there is no
-    driver, or the package cuda-bindings is missing, the fact `kind` is "no_driver".
+    If a call of the driver failed, the facts `call` and `code` are its name and its CUresult. If
+    there is no driver, or the package cuda-bindings is missing, the fact `kind` is "no_driver".
     """
 
 

@@ -76,7 +76,7 @@ class OpenCheckpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Close the store's files. The files that `open` returned are closed by their callers."""
+        """Close the store's files, but not the files that `open` returned."""
 
 
 class CheckpointFiles:
@@ -164,12 +164,16 @@ class StoreBackedSource(SourceFile):
         stored_files.expect(self._known.values())
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with the tensor's bytes from byte `offset` on.
+        """Fill `piece` with the tensor's bytes from byte `offset` on. Safe from any thread.
 
-        If the tensor's digest was known when the file was opened, the store is asked first. If the
-        store does not return the bytes, the file is read, and the result is None. Otherwise the
-        result is the concatenated digests of the leaves in the range, or b"" if the range does not
-        consist of whole leaves (2 MiB).
+        If the tensor's digest was known when the file was opened, the store is asked first. The
+        result is then the concatenated digests of the leaves in the range, or b"" if the range does
+        not consist of whole leaves (2 MiB). If the digest was not known, or the store does not
+        return the bytes, the file is read, and the result is None.
+
+        Raises:
+            FormatError: The file was truncated.
+            UnreadableFileError: Reading the file failed.
         """
         digest = self._known.get(spec.name)
         leaves = None
@@ -288,7 +292,8 @@ class StoredSource(SourceFile):
 class FromDisk:
     """The weights files of a checkpoint on disk.
 
-    With `store`, tensors that this store has are read from it, and only the others from the files.
+    With `store`, a tensor that this store has is read from it, if its digest is known from a hint.
+    All other tensors are read from the files.
     """
 
     def __init__(

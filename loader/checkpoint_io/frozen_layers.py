@@ -81,7 +81,7 @@ class FrozenLayers:
         Raises:
             ConfigError: A configured layer does not exist in the checkpoint, or the base model has
                 no layer that fits it.
-            CheckpointError, StoreError: The base model is missing or cannot be read.
+            CheckpointError, StoreError, RemoteError: The base model is missing or cannot be read.
         """
         if self._instead is not None:
             return
@@ -176,7 +176,8 @@ def taken_plainly(
     Raises:
         ConfigError: A configured layer does not exist in the checkpoint, or the base model has no
             layer that fits it.
-        CheckpointError, StoreError: The base model is missing or cannot be read.
+        CheckpointError, StoreError, RemoteError: The base model or one of `files` is missing or
+            cannot be read.
         UnsupportedError: The function was called for a tensor that the base model stores as a view
             of another one.
     """

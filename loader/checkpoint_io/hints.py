@@ -13,8 +13,8 @@ A hint is used only if the whole identity matches. Two kinds of change are not d
 through a shared mapping that the kernel has not yet accounted for, and a write to the raw device.
 
 The index is one SQLite file that any number of threads and processes may use. It can be deleted at
-any time. If it cannot be used, this is logged once, and digests are not remembered. Every row is
-sealed with a digest of its own, so a damaged index never yields a wrong digest.
+any time. If it cannot be used, this is logged once, no hints are found or stored, and no error is
+raised. Every row is sealed with a digest of its own, so a damaged index yields no wrong digest.
 """
 
 import contextlib
@@ -293,10 +293,10 @@ class StoreHints:
     def imported(
         self, fd: int, before: "FileStatus", began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Record the digests of an imported file as hints.
+        """Record `digests` of ranges of an imported file as hints, keyed by (start, nbytes).
 
-        `before` is the file's status before hashing began, and `began_ns` is time.time_ns() at that
-        moment. `digests` are those of ranges of the file, keyed by (start, nbytes).
+        `fd` is the open file, `before` is its status before hashing began, and `began_ns` is
+        time.time_ns() at that moment. If `HintIndex.record` does not store them, nothing happens.
         """
         identity = FileIdentity(
             before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns

@@ -94,8 +94,9 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
 class SourceTensor:
     """One tensor of an open checkpoint file.
 
-    - `digest` is None until it is known, from a hint (a remembered digest) or from a read.
-    - `hinted` is True if the digest comes from a hint.
+    - `digest` is None until it is known: from a hint (a remembered digest), from the manifest of a
+      stored checkpoint, or from a read.
+    - `hinted` is True if the digest comes from a hint or a manifest.
     - `leaves` has the digest of each leaf (2 MiB), hashed as if the leaf were a tensor of its own.
       It is empty if these digests are unknown or the tensor has one leaf only.
     """
@@ -218,7 +219,7 @@ class SourceFile:
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """Return None: after `close`, the tensor can be read from the file at `path`.
+        """Return None: after `close`, the tensor can be read from the unchanged file at `path`.
 
         A subclass without such a file returns a function that opens the tensor for reading.
         """
@@ -242,7 +243,7 @@ class SourceFile:
         Nothing is recorded in these cases:
 
         - The file was opened without `hints`.
-        - The file has changed since then, or had changed less than 2 s before.
+        - The file has changed since it was opened, or had changed less than 2 s before.
         - The file's times are not reliable.
         """
         if self._hints is not None and self.hashed:
@@ -316,8 +317,8 @@ class SourceReader:
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
         """Read `source` in pieces, pass each to `write(piece, offset)`, and return the digest.
 
-        The digest is a BLAKE3. `write` is called by threads of the hash pool. This also waits for
-        all other reads in progress, and raises their errors.
+        The digest is a BLAKE3, whatever `algorithm` is. `write` is called by threads of the hash
+        pool. This also waits for all other reads in progress. The first error of a read is raised.
 
         Raises:
             StaleHintError: The bytes that were read do not have the digest that a hint gave.

@@ -267,7 +267,7 @@ def too_many(blocks: int) -> str:
 
 @dataclass(slots=True)
 class BlockLog:
-    """The blocks that one load has built, and why it builds no more, if so. For one thread.
+    """The blocks that one load has built, and the reason if it builds no more. For one thread.
 
     `built` has the blocks. `why_whole` is the reason why the load now stores large tensors whole,
     or None while it still builds blocks.
@@ -289,7 +289,7 @@ class BlockLog:
     def note_larger(self, block: DeviceResident) -> None:
         """Stop building blocks in this load if the manager's slabs are larger than a block.
 
-        This is the case if `block` has the full size of 16 MiB and its slab is larger.
+        This is assumed if `block` has the full size of 16 MiB and its slab is larger.
         """
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:

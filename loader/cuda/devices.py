@@ -115,7 +115,7 @@ class Devices:
         Returns None in these cases:
 
         - The memory is shared.
-        - `at` was not called for the device yet.
+        - `at` has not been called for the device yet.
         - Devices of this type are never shared, for example "cpu".
         """
         return self._reasons.get(_numbered(device))

@@ -37,8 +37,8 @@ class HostBackup:
     """The host-memory copies of one sleeping model's tensors. For one thread at a time.
 
     `copied` is the number of bytes that this object copied to host memory. It does not include
-    tensors that were there already, because another sleeping model has them. Transfer buffers are
-    reused until `free`.
+    tensors that were there already, for example because another sleeping model has them. Transfer
+    buffers are reused until `free`.
     """
 
     def __init__(self, gpu: SharedGpu, host: Client, checkpoint: str) -> None:

@@ -125,6 +125,9 @@ class DeviceMemory:
 
         If the manager refuses, mappings that nothing refers to any more are unmapped, which ends
         their leases. Then `ask` is called once more.
+
+        Raises:
+            RefusedError: There was nothing to free, or the manager refused again.
         """
         self.gpu.with_room(ask, RefusedError)
 
@@ -251,9 +254,9 @@ def device_manager_residents(
 ) -> DeviceManagerResidents:
     """Connect a load to the memory manager of `gpu`.
 
-    `where` is the path of the socket of the manager of host memory, or "auto" for the default path.
-    The socket of the GPU's manager lies beside it. If `where` is None, no manager is used.
-    `checkpoint` names the load to the manager.
+    `where` is the path of the socket of the manager of host memory. The socket of the GPU's manager
+    lies beside it. With "auto", the default path is used, and a manager is started if none answers.
+    If `where` is None, no manager is used. `checkpoint` names the load to the manager.
 
     If the manager does not answer, the load goes on without it: the failure is logged, and the
     result's `failed` has the reason.

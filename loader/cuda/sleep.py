@@ -1,7 +1,7 @@
 """Sleep mode on a GPU: shared weights are unmapped and, if no model uses them, moved to the host.
 
-The weights lie in slabs, pieces of GPU memory that several models can map. At every moment leases
-hold the tensors on the GPU or the host, so another process that ends takes no tensor along:
+The weights lie in slabs, pieces of GPU memory that several models can map. At every moment, each
+tensor is held on the GPU or in host memory, so no tensor is lost if another process ends:
 
 1. `sleep` takes new leases, which tell the memory manager that their holder sleeps (`standby`), and
    unmaps the slabs. The addresses of the slabs stay reserved.
@@ -56,7 +56,7 @@ _FINAL: Final = ("mismatch", "no_room")  # refusals that the next try would meet
 class SleepReport:
     """The result of `SleepingModel.sleep`. Sizes are in bytes.
 
-    - `unmapped` is the size of the slabs that are no longer mapped in this process.
+    - `unmapped` is the size of the slabs that the model no longer maps.
     - `copied` is the size of the tensors that were written to host memory. A slab that a model
       awake uses stays on the GPU and is not copied.
     - `reasons` says why slabs could not be unmapped or copied.
@@ -163,9 +163,9 @@ class SleepingModel:
         """Copy sleeping slabs that no model awake uses any more from the GPU to host memory.
 
         Returns the reasons why slabs could not be copied. A background thread calls this method
-        again and again while slabs sleep on the GPU. If the manager has no room for a slab, or
-        refuses its bytes because they do not have their digest, the slab is not tried again until
-        the model has woken.
+        again and again while slabs sleep on the GPU. If the manager of host memory has no room for
+        a slab, or refuses its bytes because they do not have their digest, the slab is not tried
+        again until the model has woken.
         """
         reasons = []
         with self._lock:

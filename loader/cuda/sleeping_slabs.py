@@ -35,9 +35,9 @@ class SleepingTensor(NamedTuple):
 class SleepingSlab:
     """One slab of a sleeping model: its size in bytes, and its tensors in the order of offsets.
 
-    - `held` has the residents that keep the tensors on the GPU, or is empty if the slab is no
-      longer there.
-    - `backup` maps each digest to a lease on a copy in host memory, once the slab was copied.
+    - `held` has the residents that keep the tensors on the GPU. It is empty once the tensors have
+      been copied to host memory.
+    - `backup` then maps each digest to a lease on the copy.
     """
 
     nbytes: int

@@ -146,9 +146,9 @@ class StandbyMemory:
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Return tensors on the GPU, lent by the manager, in a slab with the layout of `slab`.
+        """Return the tensors of `slab` in GPU memory with the same layout that the manager lends.
 
-        If another engine has put such a slab already, that slab is used. Otherwise a new slab is
+        If another engine has put such a slab already, it is used. Otherwise a new slab is
         put and filled by `restore`, and other engines can use it when they wake. Returns None in
         these cases:
 

@@ -46,7 +46,7 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Find or build, by hash, a resident (shared tensor) with the bytes of each tensor in `finals`.
+    """Find by hash, or build, a resident (shared tensor) with the bytes of each tensor in `finals`.
 
     Residents that one call builds lie in one slab, so call this once for each group from `slabs`.
     Returns a pair for each tensor, in order: the resident, and whether this call built it. The
@@ -54,6 +54,9 @@ def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Foun
 
     - There is no shared memory left.
     - A comparison shows that the resident has other bytes under the same digest.
+
+    Raises:
+        AuditError: The comparison was made for an audit, without `verify_bytes`.
     """
     wanted = []
     for _, tensor in finals:

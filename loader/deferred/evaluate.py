@@ -143,11 +143,12 @@ class Evaluator:
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start to compute the bytes of `view` into `out` in the background, if this is possible.
+        """Start to compute the bytes of the storage of `view` in the background, if possible.
 
-        Returns whether the computation was started. It is possible only if `view` consists of
-        copies of whole source tensors that have no other use. Call `SourceReader.settle` before you
-        use the bytes in `out`.
+        They are written to `out`, a flat uint8 tensor of at least the size of the storage. Returns
+        whether the computation was started. This is possible only if the storage consists of copies
+        of whole source tensors that have no other use. Call `SourceReader.settle` before you use
+        the bytes in `out`.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)

@@ -80,7 +80,7 @@ class HitChecks:
           compare the bytes.
 
         `new` says that the resident was just built from `tensor`. It is then compared only if it
-        has parts that were found by digest.
+        lies on a GPU and has parts that were found by digest.
 
         Raises:
             AuditError: The bytes differ in an audit.

@@ -145,7 +145,7 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return a text that says how `parameters` are computed, and where their source tensors are.
+    """Return a text that identifies how `parameters` are computed, and their sources' locations.
 
     The text consists of hashes of the recipes, with numbers in place of the source tensors'
     digests. So layers that compute their tensors in the same way have equal texts, even if their

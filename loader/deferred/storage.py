@@ -159,8 +159,8 @@ class VirtualStorage:
 class Reach(NamedTuple):
     """The storages and views to which a recipe refers, in the recipe's order.
 
-    `storages` has a pair for each storage: the storage, and the number of its writes that count.
-    `mentioned` has each view as often as the recipe refers to it.
+    `storages` has pairs of a storage and a version, each once: the recipe uses the storage as it
+    was after so many writes. `mentioned` has each view as often as the recipe refers to it.
     """
 
     storages: list[tuple[VirtualStorage, int]]

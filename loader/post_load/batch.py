@@ -223,7 +223,8 @@ class HashBatch:
     def leaves(self, number: int) -> Sequence[bytes]:
         """Return the leaf digests of candidate `number`. Call it after `digests`.
 
-        The result is empty for a candidate that is small (below 8 MiB) or not mapped from a file.
+        The result is empty for a candidate that is small (below 8 MiB) or not mapped from a file,
+        and if the hash algorithm is not BLAKE3.
         """
         return self._sources[number].leaves or ()
 
@@ -314,8 +315,8 @@ def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
 class SourceBytes:
     """The bytes of a tensor in memory, and the file range from which the tensor is mapped, if any.
 
-    If the tensor is mapped from a file and has 8 MiB or more, hashing adds the leaf digests to the
-    list `leaves`. Otherwise `leaves` is None.
+    If the tensor is mapped from a file and has 8 MiB or more, hashing with BLAKE3 adds the leaf
+    digests to the list `leaves`. For other tensors, `leaves` is None.
     """
 
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:

@@ -70,12 +70,18 @@ class FileRange(NamedTuple):
 
     @property
     def remembered_leaves(self) -> tuple[str, ...]:
-        """The remembered digests (hints) of all leaves of the range, or () if one is unknown."""
+        """The remembered digests (hints) of all leaves of the range, or () if one is unknown.
+
+        A range of a single leaf (at most 2 MiB) gives (), too.
+        """
         return self._leaves_in(self.file.known)
 
     @property
     def learned_leaves(self) -> tuple[str, ...]:
-        """The digests of all leaves of the range if this load has computed them, or ()."""
+        """The digests of all leaves of the range if this load has computed them, or ().
+
+        A range of a single leaf (at most 2 MiB) gives (), too.
+        """
         return self._leaves_in(self.file.learned)
 
     def _leaves_in(self, digests: Mapping[tuple[int, int], str]) -> tuple[str, ...]:
@@ -182,7 +188,7 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
-        """Record the `digest` that was computed for the range `hashed`, and its `leaves` if given.
+        """Record `digest`, computed for the range `hashed`, and its leaf digests `leaves` if given.
 
         `finish` stores the records as hints. If a hint gave another digest for the range, all hints
         of the file are deleted.

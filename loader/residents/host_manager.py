@@ -147,9 +147,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     ) -> None:
         """Put those tensors of `requests` into the manager's memory that are not there yet.
 
-        For each request, `found[request.recipe]` is set to a pair: the resident, and whether this
-        call wrote it. A tensor without a pair, also after an error, is not lent by the manager. Of
-        a tensor of 8 MiB and more, only the leaves that no tensor of the manager has are written.
+        For each tensor that the manager then lends, `found[request.recipe]` is set to a pair: the
+        resident, and whether this call wrote it. This holds after an error, too. Of a tensor of
+        8 MiB and more, only the leaves that no tensor of the manager has are written.
         """
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])

@@ -202,8 +202,8 @@ def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
     """Return look-up keys by which tensors with equal contents are found.
 
     They are computed from the digests in `contents`, so the tensor need not be in memory. If a
-    content has leaf digests, these are used, otherwise the digest of the whole content. `key` is
-    the tensor's resident key.
+    content has leaf digests, these are used, otherwise the digest of the whole content. `key` has
+    the tensor's dtype, shape and stride; its digest is ignored.
     """
     digests = (
         (unit, contents[unit.content].digest)
@@ -274,7 +274,7 @@ def build_from_contents(
       content, from any thread.
     - `check(n, data)` must raise an error if `data`, the bytes of content `n`, do not have the
       content's digest. It is called for each content of which single leaves were shared. If there
-      is only one content, it is not called, and the caller must compare the digest of the result.
+      is only one content, it is not called: compare the result's digest with the content's.
     - `digest_of` hashes the finished tensor, which gives the resident's key.
     - `residents` are the residents to share with, whose contents were registered by
       `note_contents`. The default is all residents of this process with the same dtype, row shape

@@ -75,7 +75,7 @@ class LentResident(Resident):
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that describes this tensor to other processes, and its digest in a list."""
+        """The record that describes this tensor to others, and a list with the tensor's digest."""
         return record_of(self.key), [self.key.digest]
 
 
@@ -127,7 +127,7 @@ class LentInParts(Resident):
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that describes this tensor to others, and the digests of leased tensors."""
+        """The record that describes this tensor to others, and the leased tensors' digests."""
         return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
 
     def has_its_digest(self) -> bool:

@@ -192,9 +192,9 @@ class ManagerSession(Generic[Request, Held]):
     def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
         """Put those tensors of `requests` into the manager's memory that are not there yet.
 
-        For each request, `found[request.recipe]` is set to a pair: the resident, and whether this
-        call wrote it. Requests whose recipes are in `found` already are skipped. A tensor without a
-        pair, also after an error, is not lent by the manager.
+        For each tensor that the manager then lends, `found[request.recipe]` is set to a pair: the
+        resident, and whether this call wrote it. This holds after an error, too. Requests whose
+        recipes are in `found` already are skipped.
         """
         by_key = {
             self._key(each.recipe): each

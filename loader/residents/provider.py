@@ -178,7 +178,8 @@ class HostProvider:
         """Look up residents; return them in order, or None for each miss. No tensor data is read.
 
         This process is searched first. With `ask_manager`, the memory manager is then asked for all
-        missing residents in one batch.
+        missing residents in one batch. Keep the results alive until they are used, because
+        residents are freed when nothing refers to them.
         """
         found = [_in_this_process(each) for each in queries]
         if not ask_manager:

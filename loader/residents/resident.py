@@ -135,8 +135,8 @@ def copied_part(
     """Return a copy of up to `nbytes` bytes of `data`, from `start` on.
 
     `data` is the result of `tensor_bytes`. If the tensor is mapped from a file, pass `read(into,
-    offset)`, which fills a buffer from the file. It raises an error if the file has become shorter,
-    whereas touching the mapping would end the process (SIGBUS).
+    offset)`, which fills a buffer with bytes of the tensor from the file. If the file has become
+    shorter, `read` raises an error, whereas touching the mapping would end the process (SIGBUS).
     """
     if read is None:
         return bytes(data[start : start + nbytes])
@@ -241,7 +241,11 @@ class SlabBuilder:
         return self._writer.write(tensor_bytes(tensor), beyond)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable and return the slab. The builder cannot be used afterwards."""
+        """Make the bytes immutable and return the slab. The builder cannot be used afterwards.
+
+        Raises:
+            SharedMemoryError: The kernel refused to trim or to seal the slab.
+        """
         return self._writer.seal()
 
 
@@ -403,7 +407,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     They do if they have the same address, or if both of these are true:
 
     - They are mappings of the same range of a resident.
-    - Neither was written to or, on a GPU, made private.
+    - Neither was written to or made private.
 
     Tensors of different sizes never count as sharing. If one of them has gaps, they must also have
     the same shape and stride. Empty tensors share memory only within one storage. Safe from any

@@ -124,8 +124,8 @@ def make_private(address: int, nbytes: int) -> int:
 
     The range is `nbytes` bytes at `address`, and the whole mapping around it is copied. Returns the
     number of bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping
-    stay valid, also in compiled code and captured graphs. During the call, other threads may read
-    the memory, but not write to it.
+    stay valid, also in compiled code and captured graphs, and the slab is released. During the
+    call, other threads may read the memory, but not write to it.
 
     Raises:
         OutOfMemoryError: There is no memory for the copy; nothing has changed.
@@ -202,11 +202,11 @@ class Slab:
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
         """Map a range of the slab copy-on-write, and return the mapping as a buffer.
 
-        The buffer keeps `owner` and the slab alive. With `writable=False`, a write ends the process
-        (SIGSEGV).
+        The buffer keeps `owner` and the slab alive. When the buffer is garbage-collected, the range
+        is unmapped. With `writable=False`, a write ends the process (SIGSEGV).
 
         Raises:
-            MappingLimitError: This process has nearly as many mappings as the kernel allows.
+            SlabUsageError: The range is empty or exceeds the slab.
             OutOfMemoryError: The kernel refused the mapping.
         """
         layout = ExtentLayout((SlabExtent(self, offset, nbytes),))

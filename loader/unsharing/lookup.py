@@ -22,7 +22,7 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
     """Find the residents (shared tensors in host memory) that `parameters` are mappings of.
 
     The result maps the id of a parameter to the resident's replica key and the resident. Parameters
-    that are private, on another device, or were written to are left out.
+    that are private or on another device, or that were written to, are left out.
     """
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:

@@ -165,6 +165,10 @@ class PrivateCopies:
 
         The tensor remains the same object. Tensors that share a storage share the private copy,
         too.
+
+        Raises:
+            OutOfMemoryError: There is no host memory for the copy.
+            torch.OutOfMemoryError: There is no GPU memory for the copy.
         """
         data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):

@@ -30,8 +30,8 @@ class ResidentCheck:
     """The result of `verify`: how many residents (shared tensors) and bytes were hashed.
 
     - `mismatches` has the digests of residents whose bytes have changed.
-    - `not_verifiable` names shared tensors without a digest of their bytes: packed weights by the
-      key of their layer, and tensors that were cast on a device as `DEVICE:DIGEST`.
+    - `not_verifiable` names shared tensors without a digest of their bytes: packed weights, by the
+      key of their layer, and tensors that were cast on a device, as `DEVICE:DIGEST`.
     """
 
     residents: int
@@ -109,8 +109,9 @@ def unshare(target: object) -> int:
 
     Raises:
         UnsupportedError: `target` is none of the three.
-        OutOfMemoryError: There is no memory for the copies, or an engine's GPU memory cannot be
-            replaced at its address.
+        OutOfMemoryError: There is no host memory for the copies, or an engine's GPU memory cannot
+            be replaced at its address.
+        torch.OutOfMemoryError: There is no GPU memory for the copies of a module or pipeline.
     """
     engine = _engine_model(target)
     replaced = 0 if engine is None else leave_gpus(engine)

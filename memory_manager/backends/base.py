@@ -23,8 +23,8 @@ class Capabilities:
     * `hardware_readonly`: the hardware refuses writes through a reader's mapping.
     * `hashes_itself`: the manager hashes the bytes. If False, it trusts the digests that the writer
       sends.
-    * `seals`: no process can change a sealed slab or map it writable. If False, every process of
-      the user is trusted not to do so.
+    * `seals`: no process can change a sealed slab. If False, every process of the user is trusted
+      not to do so.
     * `zeroed`: memory that was never written is zero.
     * `outlives`: a mapping keeps the memory alive after the manager has ended.
     * `device`: the UUID of the GPU, or "" for host memory.
@@ -112,6 +112,7 @@ class Backend(Protocol):
         The returned object owns `fd`. If this method raises, the caller still owns `fd`.
 
         Raises:
-            NotSealedError: `fd` is not memory of this kind. From a backend that seals, also: the
-                slab is not sealed, has holes, or has another size than `nbytes`.
+            NotSealedError: `fd` is not memory that this backend can take over. If the backend
+                seals, this includes a slab that is not sealed, has holes, or has another size than
+                `nbytes`.
         """

@@ -210,7 +210,7 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """A running helper process, which has the manager's CUDA context. Safe from any thread."""
+    """A running helper process, which has a CUDA context for the manager. Safe from any thread."""
 
     def __init__(self, device: str, driver: str = "") -> None:
         """Start the helper process, and wait until it reports its GPU.

@@ -115,7 +115,8 @@ def connect(
     connects to the manager of that GPU's memory, whose socket lies beside `where`.
 
     Raises:
-        ManagerGoneError: No manager answers; load into private memory instead.
+        ManagerGoneError: No manager answers, or it lends the memory of another device; load into
+            private memory instead.
         UnsafeSocketError: The socket or its folder does not belong to this user alone.
         RefusedError: The manager refuses the connection.
         ProtocolError: The process that answers uses another protocol.
@@ -306,7 +307,7 @@ class Client:
         A marked lease still keeps its tensor in memory. Return for each lease whether an engine
         that is awake uses its tensor. This is the case if any client
 
-        * has a lease without the mark on the tensor, or
+        * has an unmarked lease on the tensor, or
         * is building a layer with the tensor.
 
         Raises:
@@ -461,11 +462,11 @@ class Client:
 
         This client must hold leases on all tensors in `digests`. Return the number of keys that now
         lead to the new record. Keys that have a record already keep it. Keys after the first are
-        left out if their layers are being built.
+        left out if their layers are being built, or if the manager has no memory left for them.
 
         Raises:
-            RefusedError: A tensor is not leased, the manager has no memory left for records, or the
-                layer of the first key is being built.
+            RefusedError: A tensor is not leased, the manager has no memory left for the first key,
+                or the layer of the first key is being built.
         """
         return publish(self._connection, 0, record, digests, keys)
 

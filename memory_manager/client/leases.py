@@ -42,9 +42,9 @@ class SharedSlab:
     """A sealed slab (block of memory) of the manager, whose bytes never change.
 
     It is safe from any thread, and after a fork. Its descriptor is closed when this object is
-    garbage-collected; mappings stay valid after that. Each lease holds a reference to its slab. In
-    host memory, map the slab with MAP_PRIVATE. Reads then use the shared pages, and a write gives
-    the process its own copy of the page.
+    garbage-collected; mappings stay valid after that. Each lease holds a reference to its slab. Map
+    a slab of host memory with MAP_PRIVATE. Reads then use the shared pages, and a write gives the
+    process its own copy of the page.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -71,7 +71,7 @@ class NewLayer:
     """A layer to be published: its record, and its tensors.
 
     The manager does not interpret `record`. `also` has further keys for the layer. Those that have
-    a record already, or are being built, are left out.
+    a record already, that are being built, or for which no memory is left, are left out.
     """
 
     record: bytes
@@ -105,7 +105,7 @@ class PutResult:
 
     * It was published before, with another record or other digests.
     * This call gave it up after repeated attempts.
-    * `error` ended the call before it was done.
+    * `error` ended the call before the layer was done.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
@@ -229,8 +229,8 @@ class Put:
         """Allocate a slab for tensors of these `sizes`, in bytes.
 
         There may be at most MAX_PIECES tensors of at least 1 byte each. `digests` are the digests
-        of their bytes, with "" for an unknown one. A manager that can hash this memory compares
-        them with the bytes in `seal`.
+        of their bytes, with "" for an unknown one. In `seal`, a manager that can hash this memory
+        compares them with the bytes.
 
         Raises:
             RefusedError: The code is "no_room" or "no_memory"; build in private memory.
@@ -323,7 +323,7 @@ class Put:
 
         `record` has at most MAX_RECORD bytes. The tensors in `digests` must be leased by this
         client or sealed by this put. `also` has further keys for the record. Those that have a
-        record already, or are being built, are left out.
+        record already, that are being built, or for which no memory is left, are left out.
         """
         publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
@@ -370,7 +370,7 @@ def publish(
 
     Raises:
         RefusedError: The put was taken over, a tensor is not leased, the manager has no memory left
-            for records, or another client is building the layer of the first key in a message.
+            for the first key in a message, or the layer of that key is being built by another put.
     """
     size = 1 + MAX_KEYS
     new = 0

@@ -57,8 +57,8 @@ class PublishedStateDict:
     """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
 
     `nbytes` is the size of all storages. `written_bytes` is the size of those that were new to the
-    manager, rounded up: storages are published in groups of up to 128, and a group with one new
-    storage counts as a whole.
+    manager, rounded up: storages are published in groups of up to 128, and a group with any
+    new storage counts as a whole.
     """
 
     name: str

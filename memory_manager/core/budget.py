@@ -85,9 +85,8 @@ class Ledger:
     """The ledger of all slabs (blocks of memory), their tensors, the pins, and the costs.
 
     * `budget`: the bytes that may be in use.
-    * `mappings_hold`: whether mapped memory stays valid after the manager has closed its
-      descriptor. If False, the manager keeps a released slab open until no process can have it
-      mapped.
+    * `mappings_hold`: whether mapped memory stays valid after the manager has freed the slab. If
+      False, a released slab is freed only when no process can have it mapped.
     * `max_slabs`: the number of slabs that the manager may hold at a time, because each needs a
       descriptor.
     """
@@ -231,7 +230,7 @@ class Ledger:
         return not slab.doomed
 
     def disown(self, slab: SlabState) -> None:
-        """Record that no put uses the slab any more."""
+        """Record that the slab does not belong to a put any more."""
         slab.owned = False
         self._rank(slab)
 

@@ -239,8 +239,8 @@ class Core:
         number. `spans` and `checkpoints` describe the tensors in the slab, in the same order.
 
         Raises:
-            RefusedError: There is no room for the slab or its descriptor, or the tensors in `spans`
-                overlap or exceed the slab.
+            RefusedError: There is no room for the slab or its descriptor, or no slab can have this
+                size and these `spans`.
         """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()

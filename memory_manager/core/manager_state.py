@@ -144,8 +144,8 @@ class ClientState:
 class Process:
     """A process with connections, or with slabs that it may still have mapped.
 
-    `lingering` has the numbers of the slabs that it may have mapped although a connection or a put
-    of it has ended.
+    `lingering` has the numbers of the slabs that it may have mapped although one of its connections
+    or puts has ended.
     """
 
     number: int
@@ -342,8 +342,8 @@ class ManagerState:
     def settle(self) -> None:
         """Evict unused slabs until the budget is kept or none is left to evict.
 
-        Records that have lost a tensor are removed. Effects are queued to free the memory of all
-        released slabs.
+        Records that have lost a tensor are removed. Effects are queued to free the slabs that were
+        released, and to cancel jobs that are no longer needed.
         """
         self.ledger.trim()
         for record in list(self.ledger.orphans):

@@ -1,7 +1,7 @@
 """Take back slabs (blocks of memory) of an earlier manager.
 
-A client offers them, or the earlier manager has left them with systemd. Each slab is checked and
-hashed before its tensors are lent again.
+A client offers them, or the earlier manager has left them with systemd. Each slab is checked, and
+hashed if it is host memory, before its tensors are lent again.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def inherit(
     in the same order.
 
     Raises:
-        RefusedError: There is no room for the slab, or the tensors in `spans` overlap or exceed the
-            slab.
+        RefusedError: There is no room for the slab or its descriptor, or no slab can have this size
+            and these `spans`.
     """
     slab = _slab_for(state, now, nbytes, spans, _NOBODY)
     names = tuple(tuple(each) for each in checkpoints)

@@ -137,8 +137,8 @@ class Driver(Protocol):
     def mark(self) -> int:
         """Return an event that marks the end of the work queued so far.
 
-        The calls (cuEventCreate, cuCtxRecordEvent) invalidate a CUDA graph capture in progress, so
-        finalizers must not make them.
+        The driver's calls are cuEventCreate and cuCtxRecordEvent. They invalidate a CUDA graph
+        capture in progress, so finalizers must not call this method.
         """
 
     def done(self, event: int) -> bool:

@@ -33,7 +33,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     processes: list[ProcessUse]
 
     def of(self, pid: int) -> ProcessUse | None:
-        """Return the use of the process `pid`, or None if it has no CUDA context on this GPU."""
+        """Return what the process `pid` uses, or None if it has no CUDA context on this GPU."""
         return next((each for each in self.processes if each.pid == pid), None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -145,7 +145,8 @@ class Publish(Message, frozen=True, omit_defaults=True):
     """Make a key lead to a layer record, whose tensors are resident.
 
     `put` is the number of the put that has reserved the key, or 0 without a reservation. `also` has
-    further keys for the record. Those that have a record already, or are being built, are left out.
+    further keys for the record. Those that have a record already, that are being built, or for
+    which no memory is left, are left out.
     """
 
     put: Number
@@ -341,7 +342,7 @@ class StoodBy(Message, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """The answer to Offer: the numbers of new leases, one on each tensor in the slab."""
+    """The answer to Offer: the numbers of new leases, one for each of `Offer.pieces` in order."""
 
     leases: list[Number]
 

@@ -115,7 +115,7 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
     loads a model, because the load shares the tensors itself.
 
     The first conversion after the last shared tensor is gone removes the wrapper. While the wrapper
-    exists, another call only replaces `config`.
+    exists, another call replaces `config`.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -316,11 +316,12 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait until the devices have finished the conversion. Call it after the conversion.
+        """Wait until the devices have finished their work for this conversion.
 
-        Then other models may use the converted tensors, and threads may hash them. If accelerate
-        offloads the model, its residents in host memory are kept, so that the model returns to them
-        without a copy or a hash.
+        Call this after torch has passed all tensors to this object. After the wait, other models
+        may use the converted tensors, and threads may hash them. If accelerate offloads the model,
+        its residents in host memory are kept, so that the model returns to them without a copy or a
+        hash.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):

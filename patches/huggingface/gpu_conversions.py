@@ -36,7 +36,7 @@ class PendingTransfer(NamedTuple):
     """A parameter that is to be moved to a GPU.
 
     `source` is the key of the parameter's resident in host memory, and `target` is the key of the
-    resident that the parameter uses on the GPU.
+    resident that the parameter is to use on the GPU.
     """
 
     parameter: nn.Parameter

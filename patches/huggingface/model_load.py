@@ -253,8 +253,8 @@ def run(
     - Only one load runs at a time: a load in another thread is waited for.
     - If this thread runs a load already, the models belong to that load and its report.
     - If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
-    - If the first call fails, the random number generators are restored, and the error is raised.
-      They are not restored after a second call or within another load.
+    - If `call` fails otherwise, the random number generators are restored, and the error is raised.
+      They are not restored if a second call fails, or within another load.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.
@@ -345,7 +345,7 @@ def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Move a pipeline or module to `device`, and share its tensors that lie in host memory.
+    """Move a pipeline or module to `device`, and share its private tensors as `share` does.
 
     The tensors are shared before a move to another device, but after a move to the CPU.
 

@@ -65,7 +65,8 @@ def _patch(module: ModuleType) -> None:
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper of `original`, with which Diffusers copies a parameter to a device.
 
-    The wrapper keeps the parameter's shared memory in the host, to which `offloading` returns.
+    The wrapper keeps the parameter's shared host memory, which the wrapper from `offloading` gives
+    back to the parameter.
     """
 
     @functools.wraps(original)

@@ -65,13 +65,13 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
     """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
     `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed;
-    the result keeps its other keys.
+    the result keeps its keys other than "tensor_dedup".
 
     * If `value` is None and `load_format` is not "tensor_dedup", the two arguments are returned
       with equal values, or {} in place of an `extra` of None.
     * If the configuration has `enabled` off, the result makes vLLM load without this package.
-    * `load_format` and `extra` may be the result of an earlier call. `value` must then be None or
-      the same as before.
+    * If `load_format` and `extra` are the result of an earlier call, and `value` is None or the
+      same as before, they are returned with equal values.
 
     Raises:
         ConfigError: The configuration is not valid, does not combine with the load format, or was
@@ -111,7 +111,7 @@ def refuse_moving_weights(settings: object) -> None:
 
     `settings` are the engine arguments, and `MOVES_WEIGHTS` lists those that are refused. There are
     two exceptions: `weight_transfer_config` is allowed on a CPU, and `enable_sleep_mode` on a GPU
-    with a memory manager.
+    with a memory manager, if this vLLM's sleep mode is supported.
 
     Raises:
         ConfigError: An argument in `MOVES_WEIGHTS` is set, and is not allowed here.

@@ -109,8 +109,8 @@ def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     vLLM computes the layer with `cpu_linear`, which holds the packed weight in its closure. The
     result is None in these cases:
 
-    * The function holds no packed weight.
-    * The closure also holds data of the layer itself, such as a copy of its bias (vLLM 0.28).
+    * There is no such function, or it holds no packed weight.
+    * The closure also holds other data, such as a copy of the layer's bias (vLLM 0.28).
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()

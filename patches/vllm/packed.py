@@ -4,7 +4,7 @@ These are unquantised layers and int8 layers (w8a8). A packed weight cannot be m
 written. So the handler object itself is shared, within one process only. Equal layers are found by
 a layer key, which includes how the unpacked weight follows from the checkpoint (its recipe). The
 other tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the
-same record.
+layer's record.
 
 oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
 engines in one process take turns: vLLM keeps its forward context in a variable of the process.
@@ -80,7 +80,7 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function that holds the packed weight of the layer in `record`.
+        """Return the function that computes the layer in `record`, with its packed weight if any.
 
         The result is None if no layer uses the function any more.
         """
@@ -91,7 +91,7 @@ class PackedGemm(KeyedLayer):
         self._pack_privately(reason)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Use `form`, the function with the packed weight of an equal layer, for this layer.
+        """Use `form`, the function that computes an equal layer, for this layer.
 
         If an audit selects the layer, the digest of its weight is first compared with the digest in
         `record`.
@@ -279,7 +279,7 @@ class ScaledGemm(KeyedLayer):
         If an audit selects the layer, vLLM first processes the layer, and the result is compared.
 
         Raises:
-            AuditError: A tensor differs from the shared one.
+            AuditError: A tensor differs from that of the equal layer.
         """
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)

@@ -64,7 +64,7 @@ def weights_of(model_config: ModelConfig) -> str:
 
 @functools.cache
 def install() -> None:
-    """Keep plug-ins of vLLM from replacing the load format `tensor_dedup`. Idempotent.
+    """Make vLLM use the load format `tensor_dedup` even if a plug-in replaced it. Idempotent.
 
     The plug-in for bitsandbytes sets a load format of its own after the arguments were built. vLLM
     would then ignore the configuration of this package without a message.
@@ -100,8 +100,8 @@ def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
     A parameter without an equal shared tensor becomes a new shared tensor. A parameter that cannot
-    be shared stays private, for example if a kernel's handler uses its memory. To let this function
-    see such uses, load the model inside `with scales_kept():`.
+    be shared stays private, for example if a kernel's handler uses its memory. So that this
+    function sees such uses, the model must have been loaded inside `with scales_kept():`.
 
     `total` is the size of the model in bytes, packed weights included. What is not in parameters is
     reported as private.

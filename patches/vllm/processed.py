@@ -159,8 +159,8 @@ class KeyedLayer(ABC):
     """A layer that may use the processed form of another layer with the same layer key.
 
     `deferred` maps names to the layer's parameters without memory. `share_by_key` calls the other
-    methods, in which a subclass defines how a processed form is found, reused and built. Their
-    parameters are these:
+    methods, in which a subclass defines how a processed form is found, reused and built. In these
+    methods:
 
     * `record` describes the other layer.
     * `made` maps names to tensors of this layer that were computed already.

@@ -370,8 +370,8 @@ class LoadRun:
     def share_constant_layers(self, model: nn.Module) -> None:
         """On a GPU, share the parameters of all layers that processing does not change.
 
-        All of them are shared in one step, because GPU memory is mapped in units that are larger
-        than one layer. Without a GPU nothing is done.
+        They are shared in one step, so that small tensors of several layers fill the same units of
+        GPU memory. Without a GPU nothing is done.
         """
         if self._gpu is not None:
             self.session.share(self._of_constant_layers(model))

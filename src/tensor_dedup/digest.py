@@ -82,8 +82,9 @@ def submit(
     * A thread of the pool calls this function.
 
     `data` is released before the result is set, so an mmap may be closed as soon as result() has
-    returned. Waiting for the result inside the pool is safe. The future cannot be cancelled. In a
-    forked child, futures of the parent never complete.
+    returned. If `data` is small, or a thread of the pool calls this function, `data` is hashed
+    before the call returns; so waiting for the result inside the pool is safe. The future cannot be
+    cancelled. In a forked child, futures of the parent never complete.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:

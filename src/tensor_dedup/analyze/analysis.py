@@ -64,7 +64,7 @@ class SharedTensor:
 class Analysis:
     """The result of an analysis: what checkpoints have in common. Sizes are in bytes.
 
-    * Tensors below the minimum size are left out everywhere.
+    * Tensors below the minimum size are left out.
     * `contributions` says what each checkpoint adds when the checkpoints are loaded in this order,
       and `reasons` says why.
     * `unique_bytes` counts equal tensors once.

@@ -52,8 +52,8 @@ class TensorChange:
 class CheckpointDiff:
     """The difference between two checkpoints: how `b` differs from `a`.
 
-    * `unchanged` is the number of tensors with equal names and bytes.
-    * `renamed` has pairs of old and new names of tensors with equal bytes.
+    * `unchanged` is the number of tensors with equal names, bytes, dtypes and shapes.
+    * `renamed` has pairs of old and new names of tensors that are otherwise equal.
     * `added` and `removed` have names and sizes in bytes.
     * `state_differs` is True if `a` and `b` are training steps that also differ in other values
       than tensors, or in structure.

@@ -47,7 +47,8 @@ class Final:
     """A parameter of the loaded model, made of one or more tensors of the checkpoint (`parts`).
 
     If vLLM fuses several tensors, `suffix` is the name of the fused module, such as `qkv_proj`;
-    otherwise it is "". `complete` is True if all of the tensors are large enough to be shared.
+    otherwise it is "". `complete` is False if some of the tensors are too small to be shared;
+    `parts` does not have these.
     """
 
     name: str

@@ -25,8 +25,8 @@ class CheckedMarker:
     * `base` and `digest` are the name and digest of the base in the marker.
     * `tensors` is the number of tensors that the marker names.
     * `found` is the path of the base. It is None if the base is not among the compared checkpoints;
-      nothing is checked then.
-    * `wrong` has the names of the tensors that differ from those of the base.
+      nothing is checked then, and `wrong` is empty.
+    * `wrong` has the names of the tensors that are missing or differ from those of the base.
     """
 
     path: str

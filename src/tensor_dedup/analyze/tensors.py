@@ -62,7 +62,7 @@ class Residents:
         self._held: Counter[object] = Counter()
 
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
-        """Add the tensors of a model, and return how many were in memory before, for each key.
+        """Add the tensors of a model, and return how many of them were in memory before, by key.
 
         `wanted` has one key for each tensor; equal tensors have equal keys.
         """

@@ -162,7 +162,9 @@ _FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyT
 def data_errors() -> Iterator[None]:
     """Context manager: turn errors of this package and of the file system into a Failure.
 
-    An error of this package with exit status 2 becomes a WrongUse, one with 3 a NobodyThere.
+    An error of this package with exit status 2 becomes a WrongUse, one with 3 a NobodyThere. A
+    path that is taken, and text that the locale cannot encode, become a WrongUse too. A
+    BrokenPipeError is not changed.
     """
     try:
         yield
@@ -204,8 +206,9 @@ def repeating_given(text: str, path: object = None) -> str:
     """Put the store and the URL of this command line into the commands in `text`.
 
     Commands stand in backquotes. The word `URL` in a command is replaced, and `--store` is appended
-    if the command takes this option. `path` is the path that `text` is about. If the command line
-    has a URL, and `path` is outside the store, `--store` is not appended.
+    to `pull` and to the commands for comparisons, the store and runs. `path` is the path that
+    `text` is about. If the command line has a URL, and `path` is outside the store, `--store` is
+    not appended.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):

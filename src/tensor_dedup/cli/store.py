@@ -152,7 +152,7 @@ def print_fitted(
 
     `heading` and `names` are the title and the cells of the first column. `columns` maps the title
     of each other column to its cells. If the table is too wide, columns in `least` are left out,
-    one by one in this order.
+    one by one in this order, and a last line names them.
     """
     out = console()
     table, left_out = fitted(out, heading, names, columns, least)

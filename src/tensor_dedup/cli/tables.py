@@ -127,7 +127,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listing(name: str, *others: str) -> Table:
-    """Return an empty table with a first column `name`, whose cells may wrap, and `others`."""
+    """Return an empty table with a column `name`, whose cells may wrap, and columns `others`."""
     table = Table(name)
     for each in others:
         table.add_column(each, no_wrap=True, justify="left" if each in _WORDS else "right")

@@ -65,7 +65,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
     for the index beside a `tensor.data_N` file.
 
     Raises:
-        CheckpointNotFoundError: The file cannot be opened.
+        CheckpointNotFoundError: The file, or a file that it needs, cannot be opened.
         FormatError: The file is malformed.
         ChangedFileError: The file became shorter while it was read.
     """
@@ -86,6 +86,7 @@ def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
 
     Raises:
         FormatError: The file is malformed.
+        ChangedFileError: The file became shorter while it was read.
     """
     suffix = PurePath(file.path).suffix
     if suffix in (SAFETENSORS_SUFFIX, GGUF_SUFFIX):

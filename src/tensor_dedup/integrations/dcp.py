@@ -131,7 +131,7 @@ class StoreWriter(StorageWriter):
         DCP calls this before each save to which a `checkpoint_id` is passed.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a number of a step, such as 7 or "7".
+            BadStepError: `checkpoint_id` does not consist of digits, as 7 and "7" do.
         """
         if checkpoint_id is not None:
             self._step = _step_of(checkpoint_id)
@@ -266,8 +266,8 @@ class StoreReader(StorageReader):
     """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
     `checkpoint_id` is the number of the step. If it is not given to the first load, the latest step
-    is read. If it is not given to a later load, the last step is read again. Every byte that is
-    read is verified.
+    is read. If it is not given to a later load, that load reads the same step as the load before.
+    Every byte that is read is verified.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
@@ -288,7 +288,7 @@ class StoreReader(StorageReader):
         DCP calls this before each load to which a `checkpoint_id` is passed.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a number of a step, such as 7 or "7".
+            BadStepError: `checkpoint_id` does not consist of digits, as 7 and "7" do.
         """
         self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
 

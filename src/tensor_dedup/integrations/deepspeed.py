@@ -130,9 +130,9 @@ def _zero_stage(state: int) -> Any:
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
     """A DeepSpeed checkpoint engine that saves to a store, and also loads DeepSpeed's own files.
 
-    `save` writes a new step, which is then durable, and a pointer file that names the step. If the
-    same file is saved again, the pointer file names the new step, and the old step stays in the
-    store. Processes that save at the same moment get separate steps.
+    `save` writes a new, durable step, and a pointer file that names the step. If the same file is
+    saved again, the pointer file names the new step, and the old step stays in the store.
+    Processes that save at the same moment get separate steps.
     """
 
     def __init__(self, config_params: Any, store: str, run: str) -> None:
@@ -180,7 +180,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return pointer.load(lambda run: CheckpointStore(self._store, run), path)
 
     def commit(self, info: Any) -> bool:
-        """Return True, because `save` has already made each file durable."""
+        """Return True, because `save` has already written each file."""
         return True
 
     def preserves_storage_sharing(self) -> bool:

@@ -108,7 +108,8 @@ class StoreIO(CheckpointIO):
         """Return the checkpoint in the step or the file that `path` names.
 
         To load a step, the method first waits for background saves of the run. The tensors of a
-        step are on the CPU. If no store has the step, it is pulled from a remote, the first of:
+        step are on the CPU. If no store has the step, it is pulled from the first of these remotes
+        that is set:
 
         1. the environment variable TENSOR_DEDUP_REMOTE;
         2. `remote` in a configuration file.

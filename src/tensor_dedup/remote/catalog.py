@@ -120,10 +120,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True):
-    """The unused objects of a remote, by key. Times are in seconds of the server's clock.
+    """The unused or damaged objects of a remote, by key. Times are seconds of the server's clock.
 
-    * `condemned` has the objects that a later gc is to delete, each with the time at which it was
-      condemned. The time 0 marks an object that was found damaged or missing.
+    * `condemned` has the objects that a later gc deletes if nothing refers to them, each with the
+      time at which it was condemned. The time 0 marks an object that was found damaged or missing.
     * `deleting` has the objects that are being deleted. An object has one time for each gc that is
       deleting it: the time at which that gc began.
     """
@@ -604,9 +604,11 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
 
 
 def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
-    """Read the catalog and its trash; if they are missing or damaged, rebuild them in memory.
+    """Read the catalog and its trash; if a part is missing or damaged, rebuild the catalog.
 
-    `before` is a catalog that was read earlier. Its segments are not read again.
+    The catalog is rebuilt in memory, from the tables. The trash, the list of unused objects, is
+    then empty if it cannot be read. `before` is a catalog that was read earlier. Its segments are
+    not read again.
     """
     known = None if before is None else before.segments
     try:
@@ -638,10 +640,11 @@ def is_damage_noted(bucket: Bucket) -> bool:
 
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
-    """Return the keys of the objects that a later gc is to delete, each with a time.
+    """Return the keys of condemned objects, each with a time.
 
-    The time is when the object was condemned, in seconds of the server's clock, or 0 if it was
-    found damaged or missing. If the list cannot be read, the result is empty.
+    A later gc deletes these objects if nothing refers to them. The time is when the object was
+    condemned, in seconds of the server's clock, or 0 if it was found damaged or missing. If the
+    list cannot be read, the result is empty.
     """
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
         return (read_trash(bucket) or _NO_TRASH).condemned
@@ -655,6 +658,7 @@ def read_trash(bucket: Bucket) -> Trash | None:
         DamagedRemoteError: The head or the list is damaged.
         MissingRemoteError: The list is missing.
         NewerFormatError: The head or the list has a later version.
+        FormerRemoteError: The head has a format earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else _trash(bucket, _head(bucket, found[0]))

@@ -34,6 +34,8 @@ def prepare(bucket: Bucket) -> bool:
     Raises:
         NotARemoteError: The bucket holds something else, lies in a remote or a store, or has lost
             its marker `FORMAT`.
+        NewerFormatError: The marker has a later version.
+        DamagedRemoteError: The marker is damaged.
         NoConditionsError: The server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
@@ -90,9 +92,9 @@ def check_remote(bucket: Bucket) -> None:
     """Check that a bucket holds a remote of this version.
 
     Raises:
-        NotARemoteError: The bucket is empty or holds something else.
-        NewerFormatError: The marker `FORMAT` has a later version.
-        DamagedRemoteError: The marker `FORMAT` is damaged.
+        NotARemoteError: The bucket is empty, holds something else, or has lost its marker `FORMAT`.
+        NewerFormatError: The marker has a later version.
+        DamagedRemoteError: The marker is damaged.
     """
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
     if found is None:
@@ -113,14 +115,14 @@ def restore_marker(bucket: Bucket) -> str | None:
 
     Returns the fault of the marker as a text, or None if the marker is intact. Without write
     access, only the fault is returned. Without an intact marker, the bucket still counts as a
-    remote if:
+    remote if both conditions hold:
 
     * the catalog is readable;
     * at least one reference is readable, or the catalog is empty and there are no references.
 
     Raises:
         NotARemoteError: The bucket is empty or holds something else, or too much of it is lost to
-            tell.
+            tell whether it is a remote.
         NewerFormatError: The bucket holds a remote of a later version.
     """
     # Whatever it was overwritten with.

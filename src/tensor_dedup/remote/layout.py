@@ -54,7 +54,10 @@ def ref_key(name: str) -> str:
 
 
 def name_of_ref(key: str) -> str | None:
-    """Return the checkpoint name whose reference has the key `key`, or None for any other key."""
+    """Return the checkpoint name whose reference has the key `key`, or None if there is none.
+
+    `key` must be in the folder `refs/`.
+    """
     return name_in(key.removeprefix(REFS))
 
 
@@ -100,7 +103,7 @@ def object_of(key: str) -> str | None:
 def is_passing(key: str) -> bool:
     """Return whether `key` is that of a short-lived object.
 
-    Short-lived are catalog segments, lists of condemned objects and temporary objects.
+    These are catalog segments, lists of condemned objects and temporary objects.
     """
     return _PASSING.fullmatch(key) is not None
 
@@ -165,7 +168,7 @@ def damaged_state(tag: str) -> str:
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
     """Return what the reference of `name` leads to, even if the reference is damaged.
 
-    `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The state is:
+    `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The result is:
 
     * the name of the manifest that the reference names;
     * None if the checkpoint's name was deleted;

@@ -199,9 +199,9 @@ def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
     """Distribute pieces among containers, in the order of `records`; yield the containers.
 
     Each item of `records` is a pair: the table entry of a piece, and the place of its encoded copy
-    or None (as in `Load.sources`). A container is complete when it has CONTAINER_BYTES bytes. A
-    piece larger than that gets a container of its own. If a push is resumed after its first
-    containers were sent, the remaining containers are the same as before.
+    or None (as in `Load.sources`). A container is complete when it has at least
+    CONTAINER_BYTES bytes. A piece larger than that gets a container of its own. If a push is
+    resumed after its first containers were sent, the remaining containers are the same as before.
     """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []

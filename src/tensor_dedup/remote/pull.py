@@ -260,7 +260,7 @@ def pull(
     * `seen` has the digests of pieces that earlier results count. The result does not count these
       pieces again, and the digests of this checkpoint's pieces are added.
     * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
-      the pull fails before anything is transferred. Pieces that this pull cannot get are added.
+      the pull fails before any piece is transferred. Pieces that this pull cannot get are added.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.

@@ -1,8 +1,9 @@
 """Find objects that a push need not send, because a related checkpoint is on the remote.
 
 A fine-tune shares most manifest pages and most pieces with its base. While a reference on the
-remote leads to the base, no gc deletes these objects. They may still have been lost, for example if
-the remote was copied incompletely. So a push checks that they exist, but does not read them.
+remote leads to the base, and for a lease afterwards, no gc deletes these objects. They may still
+have been lost, for example if the remote was copied incompletely. So a push checks that they exist,
+but does not read them.
 """
 
 import math

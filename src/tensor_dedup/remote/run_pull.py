@@ -29,8 +29,8 @@ def pull_each(
 
     `refs` maps names to the statuses of references, or to None. Each checkpoint is pulled in its
     own `session` of the store. If data of a step is lost or damaged, the step, its pin and the
-    steps that need the same data are skipped, and the others are still pulled. Any other error ends
-    the pull at once.
+    steps that need the same data are skipped, and the others are still pulled. Steps that were
+    deleted on the remote meanwhile are skipped, too. Any other error ends the pull at once.
 
     Raises:
         UnknownRemoteNameError: All of the names were deleted on the remote meanwhile.

@@ -99,9 +99,9 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
     """Load a range of `mapped`, made by `map_file`, into memory in a single call.
 
     Without this call, the kernel would load the range page by page at the first accesses. `start`
-    is a multiple of PAGE. If the disk cannot read a part of the range, return False; an access to
-    that part would kill the process (SIGBUS). Linux before 5.14 cannot detect this, so the result
-    is always True there.
+    is a multiple of PAGE. If a part of the range cannot be read, return False; an access to that
+    part would kill the process (SIGBUS). Linux before 5.14 cannot detect this, so the result is
+    always True there.
     """
     region = mapped.obj
     if isinstance(region, mmap.mmap):

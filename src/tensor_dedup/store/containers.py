@@ -144,8 +144,8 @@ class Containers:
 
         Raises:
             ChangedExternalError: The container is `external`, and the file that it indexes was
-                changed or removed.
-            OSError: The file cannot be opened for another reason.
+                changed or cannot be opened.
+            OSError: Any other file cannot be opened, or no descriptor or memory is free.
         """
         return self.open_origin(container, self.origin(container, table))
 
@@ -155,8 +155,8 @@ class Containers:
         `origin` is the file that an `external` container indexes, and None for any other kind.
 
         Raises:
-            ChangedExternalError: The file `origin` was changed or removed.
-            OSError: The file cannot be opened for another reason.
+            ChangedExternalError: The file `origin` was changed or cannot be opened.
+            OSError: Any other file cannot be opened, or no descriptor or memory is free.
         """
         if origin is None:
             return self._files.open(self._layout.container(container.name, container.kind), "read")
@@ -172,9 +172,10 @@ class Containers:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Return the path of a changed file that had the piece `digest` when it was indexed.
+        """Return the path of a changed or removed file that had the piece when it was indexed.
 
-        Only files outside the store are checked. Return None if there is no such file.
+        `digest` is the piece's digest. Only files outside the store are checked. Return None if
+        there is no such file.
         """
         for container in self:
             if container.kind == EXTERNAL:

@@ -18,7 +18,7 @@ class DirectFile:
     are written through the page cache instead:
 
     - all bytes, if the file system does not support O_DIRECT
-    - bytes whose memory address or file offset is not a multiple of a page
+    - a write whose memory address or file offset is not a multiple of the page size
     - the incomplete page at the end of a write
 
     Call `finish` after the last `write`, because it writes the incomplete pages.

@@ -192,7 +192,7 @@ class NewerFormatError(AdvisedError):
 
 
 class DamagedFileError(AdvisedError):
-    """A file of the store does not have the content that was written, or cannot be read."""
+    """A file of the store lacks the content that was written, or the disk cannot read it."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
 

@@ -281,7 +281,8 @@ class StoreIndex:
         `leaves` are the concatenated leaf digests of the new piece. A leaf is shared if both pieces
         have it at the same offset. The piece with the most shared leaves comes first. Only a prefix
         of each digest is compared, so the caller must compare the digests in the containers'
-        tables. Pieces that are stored as differences from other pieces are not found.
+        tables. Pieces are not found if they are smaller than a leaf (2 MiB), are stored as
+        differences from other pieces, or lie in files outside the store.
         """
         try:
             return self._find_alike(leaves)

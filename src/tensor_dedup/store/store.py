@@ -134,10 +134,11 @@ class LocalStore:
     ) -> ImportResult:
         """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
-        `name` defaults to the name of the folder or file. The checkpoint is committed when the call
-        returns. After an error, the name is not committed, except perhaps after a disk failure. If
-        the checkpoint `name` has the same files already and `replace` is False, nothing is written,
-        and the result's `unchanged` is True; but if parts of it are damaged, they are stored again.
+        `name` defaults to the name of the folder or file. Every byte is read and hashed. The
+        checkpoint is committed when the call returns. After an error, the name is not committed,
+        except perhaps after a disk failure. If the checkpoint `name` has the same files already and
+        `replace` is False, nothing is written, and the result's `unchanged` is True; but if parts
+        of it are damaged, they are stored again.
 
         If a new tensor shares leaves (2 MiB, at the same offset) with a stored tensor, these leaves
         are not stored again, provided that this saves a tenth of the tensor. A vocabulary that grew
@@ -431,7 +432,7 @@ class LocalStore:
         """Check that a checkpoint exists.
 
         Raises:
-            UnknownNameError: No checkpoint has this name. The error names the most similar one.
+            UnknownNameError: No checkpoint has this name. The error suggests similar names.
         """
         with self.handle.locked(), self.handle.saying_near(name):
             if check_name(name) not in self.handle.objects.names():

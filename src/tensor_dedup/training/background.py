@@ -369,8 +369,8 @@ class Saves:
         """Start to save the step that `extract` returns.
 
         `lazy` has the same meaning as for `CheckpointStore.save_async`. If the allowed number of
-        saves is running, the method first waits until one of them has ended. If an earlier save has
-        failed, its error is raised, and nothing is saved.
+        saves is running, the method first waits until one of them has ended. If the error of an
+        earlier save was not raised yet, that error is raised, and nothing is saved.
         """
         self._turn.check(self._saver.root)
         self.check()

@@ -313,7 +313,7 @@ class _Copy:
 
 
 class StepCapture:
-    """Captures one step: copies the tensors that may change and that the store does not have.
+    """The capture of one step, with copies of the tensors that may change before they are stored.
 
     Create the object in the training thread. Afterwards it is safe from any thread.
 

@@ -155,8 +155,8 @@ class CheckpointStore:
         * "always": each save encodes everything.
         * None: nothing is encoded.
 
-        In all cases, a leaf (2 MiB) that a stored tensor has at the same offset is not stored again
-        if that saves a tenth of the tensor.
+        In all cases, leaves (2 MiB) of a new tensor that a stored tensor has at the same offset are
+        not stored again, if that saves a tenth of the new tensor.
 
         The first step of a run is stored as differences from the checkpoint `base` of the store,
         which may be an import or a step of another run. Without `base`, the most similar checkpoint
@@ -194,8 +194,8 @@ class CheckpointStore:
             UnknownNameError: The run has no step, and the store has no checkpoint `base`.
             OtherTierError: The run was drained to another second tier before, or `drain` is empty,
                 for example because its disk is not mounted.
-            DivergedTierError: Another `root` has continued the run, and this `root` still has steps
-                to drain.
+            DivergedTierError: Another `root` has continued the run, and this `root` has later steps
+                that are still to be drained.
             StoreIOError, StoreAccessError: The store at `drain` cannot be read.
             RemoteUrlError: `drain` is a URL that does not name a remote.
             RemoteUnreachableError: The remote at `drain` does not answer.
@@ -359,7 +359,7 @@ class CheckpointStore:
         If the allowed number of background saves (`in_flight`) is running, the method first waits
         until one of them has ended.
 
-        By default, the save is `lazy` if an optimizer was passed to `hook`. If it is not lazy, the
+        By default, the save is `lazy` if an optimizer is hooked (`hook`). If it is not lazy, the
         model may be changed as soon as the method returns: tensors that the store lacks have then
         been copied or, if the pool has no room for them, written.
 
@@ -433,8 +433,8 @@ class CheckpointStore:
         """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
         With a second tier, the method first waits until fewer than `drain_backlog` steps are still
-        to be copied there. The deletion then happens in the background, when the new step was
-        copied. Safe from any thread. The errors are those of `save`.
+        to be copied there. The steps are then deleted in the background, after the new step
+        was copied. Safe from any thread. The errors are those of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))
@@ -651,10 +651,10 @@ class CheckpointStore:
             return kept_steps(self.store.handle.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Move files that no checkpoint in the store needs to the trash, and empty the old trash.
+        """Move files that no checkpoint needs to the trash, and delete old files from the trash.
 
         Files are deleted when they have been in the trash for `grace_hours`. The method first waits
-        for background saves and encoding.
+        for background saves and encoding. The errors are those of `Store.gc`.
         """
         self._saves.finish()
         self._saver.finish_encoding()

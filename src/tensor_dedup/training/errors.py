@@ -96,9 +96,9 @@ class OtherTierError(StoreError):
 class DivergedTierError(StoreError):
     """Another fast tier has continued the run, and this fast tier still has undrained steps.
 
-    An undrained step was not copied to the second tier yet. If it were copied now, it would count
-    as later than the steps of the other fast tier. Nothing is copied, and all tiers keep their
-    steps.
+    The undrained steps were not copied to the second tier yet. If they were copied now, they would
+    count as later than the steps of the other fast tier. So they are not copied, and all tiers keep
+    their steps.
     """
 
     @classmethod

@@ -16,8 +16,9 @@ class BaseStep:
     """The earlier step with which a running save compares its tensors.
 
     `pieces` maps change hashes, which are fast hashes of the content, to the large pieces of the
-    earlier step. If the save finds a tensor there, it refers to the stored piece and makes no copy.
-    So these pieces must stay in the store. They stay as long as `is_there` returns True.
+    earlier step. If the save finds a tensor there, it refers to the stored piece and does not store
+    the tensor. So these pieces must stay in the store. They stay as long as `is_there` returns
+    True.
     """
 
     _all: ClassVar[set["BaseStep"]] = set()

@@ -310,8 +310,8 @@ class StepSnapshot:
 
     * `pieces` are its tensors, and `files` its small files by their paths.
     * `hashes` maps names of pieces to change hashes, as far as these are known.
-    * `same` maps names of pieces to equal large pieces of an earlier step. In `pieces`, they have
-      no bytes.
+    * `same` maps names of pieces to equal large pieces of an earlier step. Such a piece has a
+      change hash in `hashes`, but no bytes in `pieces`.
     * `private` has the names of pieces that are in memory to which nothing else writes.
     * `new` is True if the commit must not replace a step.
     * `background` is True if the training continues during the commit.
@@ -477,7 +477,7 @@ class Saver:
         self._encoder.finish()
 
     def wait_for_encoding(self, step: int, enough: Callable[[], bool]) -> None:
-        """Wait until no tensor of a step waits to be encoded, or until `enough` returns True.
+        """Wait until no tensor of a step is still to be encoded, or until `enough` returns True.
 
         `enough` is called again and again during the wait.
         """
@@ -505,8 +505,8 @@ class Saver:
         """Return the step committed last, with which the next save compares its large pieces.
 
         This method does not wait for a running commit. Call `release` on the result when the save
-        has ended. Until then, the step stays on the fast tier even if it was copied to the second
-        tier. An explicit deletion still removes it.
+        has ended. Until then, if there are two tiers, the step stays on the fast tier even if it
+        was copied to the second tier. An explicit deletion still removes it.
         """
         with os_errors(self._objects.layout.root):
             return BaseStep(self._objects, self._shown)

@@ -198,7 +198,7 @@ class Deltas:
     ) -> Plan | None:
         """Return a plan for encoding the tensor `piece`, or None to store it unencoded.
 
-        `anchor` is the stored tensor from which only the differences may be stored, or None.
+        `anchor` is a stored tensor, or None. The plan may be to store only the differences from it.
         `anchor_bytes` is the size that the anchor takes on disk. With `sharing`, leaves of the
         tensor may be stored as separate pieces.
         """
@@ -237,11 +237,11 @@ class Deltas:
         pieces: StoredPieces,
         alike: Anchor | None,
     ) -> tuple[Anchor | None, int]:
-        """Return the anchor, a stored tensor to compare `piece` with, and its size on disk.
+        """Return the anchor, a stored tensor to encode `piece` against, and its size on disk.
 
         The first of these is returned:
 
-        1. `alike`, if most leaves of `piece` are equal to leaves of `alike`.
+        1. `alike`, if it has at least half of the leaves of `piece`, at the same offsets.
         2. The anchor of the tensor with the digest `before`, if that anchor is as large as `piece`.
         3. `alike`, if it is given.
         4. None, with a size of 0.

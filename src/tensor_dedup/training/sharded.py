@@ -44,7 +44,7 @@ PART_ADAPTER: Final = "dcp part"
 
 
 class TakenPartError(NameTakenError):
-    """A step of another run has the name under which a rank is to store its part of a step."""
+    """Another checkpoint has the name under which a rank is to store its part of a step."""
 
     advice = "call no run RUN/part-... while StoreWriter saves into RUN"
 

@@ -91,8 +91,8 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
     returns, `source` may also be an object or a container. The hints then apply to everything in
     it.
 
-    Instead of `source`, a function `make` may be given. Each save calls `make` once. It returns a
-    tensor, an array, a NamedValue or bytes.
+    Instead of `source`, a function `make` may be given, which returns a tensor, an array, a
+    NamedValue or bytes. Each save calls `make` once.
 
     * `group`: the values of one group are stored next to each other. The largest group comes first,
       and values without a group form a group too.

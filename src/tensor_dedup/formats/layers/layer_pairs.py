@@ -94,8 +94,9 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order, paired with those of its base.
 
-    `tune` and `base` are the tensors of the two models. `quantised_otherwise` says how the
-    quantisation settings of the two models differ; "" if they are equal or not known.
+    `tune` and `base` are the tensors of the two models. `quantised_otherwise`, from
+    `quantisation.difference`, says how their quantisation settings differ; "" if they are equal or
+    not known.
 
     Tensors with equal names are counterparts. So are tensors whose names differ only in a wrapper
     module (`module.`, `bert.`) that the other model lacks or names otherwise. No tensor of the base

@@ -73,7 +73,8 @@ def place(
     in its folder `root`. `path` is used in error messages only.
 
     Raises:
-        PytorchError: A tensor exceeds its storage, or a storage has no entry of its size.
+        PytorchError: A tensor is too large or exceeds its storage, or a storage has no entry of its
+            size.
     """
     members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:

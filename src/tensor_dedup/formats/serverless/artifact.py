@@ -175,8 +175,8 @@ def _leaf_bytes(parameters: object, path: str) -> int:
 class ArtifactVerification:
     """The checked content of a verification file.
 
-    `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` and
-    `key_values` are 64-bit words at fixed places of the data.
+    `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` are 64-bit
+    words at even distances in the data; `key_values` are those at its beginning, middle and end.
     """
 
     byte_space_id: str

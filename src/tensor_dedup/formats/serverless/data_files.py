@@ -62,11 +62,13 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
     """Return the tensors of the data file `path`, as the `tensor_index.json` beside it lists them.
 
-    If `fd`, an open descriptor of the data file, is given, the data file is not opened by `path`.
+    If `fd`, an open descriptor of the data file, is given, the file is not opened again.
 
     Raises:
         CheckpointNotFoundError: The data file, the index or an earlier data file is missing.
-        FormatError: The index is malformed, or does not fit the data files.
+        FormatError: The index is malformed or does not fit the data files, or `path` is not named
+            `tensor.data_N`.
+        ChangedFileError: The index became shorter while it was read.
     """
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)

@@ -148,8 +148,8 @@ class Fleet:
     def shutdown(self) -> None:
         """Stop the engines, the HTTP front and the keeper of the fleet, and its memory managers.
 
-        A memory manager keeps running if another fleet uses its node, or if this fleet did not
-        start it.
+        A memory manager keeps running if engines of another fleet run on its node, or if no fleet
+        has started it.
         """
         ray = import_ray()
         self._ask("shutdown")

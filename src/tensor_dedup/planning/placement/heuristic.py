@@ -90,8 +90,8 @@ def first_fit(problem: PackingProblem) -> Placement:
 def kin(problem: PackingProblem) -> list[list[int]]:
     """Group the models into families, as sorted lists of model numbers.
 
-    Each model joins the model that has most in common with it, if the common part is a large part
-    of the smaller one. A model without such a relative is a family of its own.
+    Each model joins the model that has most in common with it, if the common part is at least 5% of
+    the smaller one. A model without such relatives is a family of its own.
     """
     holders: defaultdict[int, list[int]] = defaultdict(list)
     for model, parts in enumerate(problem.parts):
@@ -160,8 +160,8 @@ def _recreated(best: Placement, families: Sequence[Sequence[int]]) -> Placement:
 def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
     """Move and swap replicas, and groups of a family, as long as that saves bytes.
 
-    A replica that has no node yet is placed if moving another replica makes room for it. `families`
-    are the families of models that `kin` returns.
+    A replica that has no node yet is placed if there is room for it, or if moving another replica
+    makes room. `families` is the result of `kin`.
     """
     relatives = {model: family for family in families for model in family}
     for _ in range(_ROUNDS):

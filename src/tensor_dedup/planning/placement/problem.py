@@ -21,7 +21,7 @@ class Model:
 
     `tensors` maps the digest of each tensor to its size. Each engine takes `room` beside the
     weights, for the KV cache and activations. If the weights are on a device, the engine also takes
-    `host` of the machine's memory. Each of the `replicas` goes to a node of its own.
+    `host` of the machine's memory. Each of the `replicas` goes to a different node.
     """
 
     name: str
@@ -51,8 +51,7 @@ class Node:
 class PackingProblem:
     """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
-    All tensors that the same two or more models have, and no others, form a part. Sizes are in
-    bytes:
+    All tensors that exactly the same two or more models have form a part. Sizes are in bytes:
 
     * `sizes[p]` is the size of part p, and `parts[m]` lists the parts in model m.
     * `own[m]` is what each replica of model m adds on any node: the engine's room, and the tensors

@@ -44,8 +44,8 @@ class SubstitutedLayer:
 
     * `distance` is |tune - base| / |base| over these tensors. It is None if it is infinite, or if
       the values are packed.
-    * `output_distance` says how much the outputs on samples change if only this layer is replaced.
-      It is None if it is infinite, or if there are no samples.
+    * `output_distance` is the relative change of the outputs on samples if only this layer is
+      replaced. It is None if it is infinite or NaN, or if there are no samples.
     """
 
     name: str

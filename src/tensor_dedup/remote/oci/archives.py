@@ -116,8 +116,9 @@ def unpack(
     the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in messages.
 
     Raises:
-        UnsupportedError: The archive has a sparse file, a member that is neither a file nor a link
-            to one, a name or link target of more than 4096 characters, or more than 10,000 links.
+        UnsupportedError: The archive has a sparse file, a member other than a file, a folder or a
+            link to a file, a name or link target of more than 4096 characters, or more than 10,000
+            links.
         EscapingPathError: A file's name leads out of the folder.
         DamagedRemoteError: The bytes are not an archive, or the archive is incomplete.
     """

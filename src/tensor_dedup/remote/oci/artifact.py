@@ -524,8 +524,8 @@ class Artifact:
     def as_bucket(self, name: str) -> ArtifactBucket | None:
         """Return a bucket that presents the artifact as a remote with the checkpoint `name`.
 
-        Returns None if the artifact has no tables, which say where each tensor lies in the layers.
-        This method does not read the tables.
+        Returns None if the artifact's manifest does not name tables, which say where each tensor
+        lies in the layers. This method does not read the tables.
         """
         notes = self._document.annotations or {}
         named, manifest = _tables_of(notes), notes.get(OUR_MANIFEST, "")
@@ -581,8 +581,9 @@ class Artifact:
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files in all layers into `folder`, and verify the digest of each layer.
 
-        Returns the size of all layers in bytes. Incomplete files of an earlier attempt in `folder`
-        are completed, not downloaded from the start.
+        Returns the size of all layers in bytes. If an earlier attempt has left a part of a layer
+        that is a single file in `folder`, only the rest is downloaded. All other files in `folder`
+        are deleted first.
 
         Raises:
             UnsupportedError: A layer has an unknown type or no file name, or there are no layers.
@@ -673,7 +674,8 @@ def _taken(url: str, name: str) -> RemoteNameTakenError:
 def advising_pull(url: str, name: str) -> Iterator[None]:
     """Context manager that turns a NameTakenError of an import into a RemoteNameTakenError.
 
-    The new error is about the pull of the checkpoint `name` from `url`.
+    The new error is about the pull of the checkpoint `name` from `url`. A subclass of
+    NameTakenError is not converted.
     """
     try:
         yield

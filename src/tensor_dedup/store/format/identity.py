@@ -27,7 +27,8 @@ _TIERS: Final = 8
 class TierNote:
     """A note about the second tier of a run, the store or remote to which its steps were copied.
 
-    `where` is the path or address of the second tier when the note was written.
+    `identity` is the identity of the second tier, and `where` is its path or address when the note
+    was written.
     """
 
     identity: str

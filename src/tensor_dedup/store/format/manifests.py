@@ -278,6 +278,7 @@ def synthesized_files(
 
     - Its name begins with `part` and a dot, or `part` is empty. The file omits this prefix.
     - Its name does not begin with `#`, which marks training state.
+    - Its name in the file is neither empty nor `__metadata__`.
     - safetensors knows its dtype. Tensors of other dtypes are written as U8.
     """
     start = f"{part}." if part else ""

@@ -38,8 +38,8 @@ def check_name(name: str) -> str:
 def check_form(name: str) -> str:
     """Return `name` if it has the syntax of a checkpoint name.
 
-    A checkpoint name has at most 200 characters: letters, digits, `._@+=-`, and slashes between its
-    parts. Each part begins with a letter, a digit or an underscore.
+    A checkpoint name has at most 200 characters: ASCII letters, digits, `._@+=-`, and slashes
+    between its parts. Each part begins with a letter, a digit or an underscore.
 
     Raises:
         BadNameError: The name does not have that syntax or is too long.
@@ -115,7 +115,7 @@ def check_path(text: str, manifest: PurePath) -> PurePosixPath:
     Errors name `manifest`, the path of the manifest that contains `text`.
 
     Raises:
-        EscapingPathError: The path is absolute, contains `..`, or is not in normal form.
+        EscapingPathError: The path is absolute, contains `..` or NUL, or is not in normal form.
     """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text

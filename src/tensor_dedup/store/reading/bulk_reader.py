@@ -134,7 +134,7 @@ class BulkReader:
     - If verification finds a page that the disk cannot read, the span is copied after all, from
       intact copies.
     - Pages that the kernel drops and reads again later are not verified again. If the disk cannot
-      read such a page, an access ends the process (SIGBUS).
+      read a page that was not verified, an access ends the process (SIGBUS).
     - A mapped span takes a file descriptor. When two thirds of the free descriptors are in use,
       further spans are copied.
     """

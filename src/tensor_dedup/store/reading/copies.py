@@ -189,7 +189,7 @@ class PieceCopies:
 
         The result is False in two cases:
 
-        - No copy of the piece is known, and this object was not created for the piece.
+        - No copy of the piece was found, and this object was not created for the piece.
         - A known copy has another size.
         """
         with self._lock:
@@ -200,8 +200,9 @@ class PieceCopies:
     def anchor(self, digest: bytes) -> bytes | None:
         """Return the digest of an anchor for new pieces that resemble the piece `digest`.
 
-        An anchor is a stored piece that others can be encoded against, because it is not itself
-        encoded against another piece. The result is the first anchor among these, or None:
+        An anchor is a piece that others can be encoded against, because the store has a copy of it
+        that is not itself encoded against another piece. The result is the first anchor among
+        these, or None:
 
         1. the piece `digest`
         2. a piece against which `digest` is encoded
@@ -275,8 +276,8 @@ def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[C
     """Choose the containers to open for reading pieces.
 
     `places` maps the digest of each piece to its locations. The result is a small set that holds
-    every piece. If there are fewer than 16, containers with second copies are added, provided that
-    at least a quarter of their bytes belong to these pieces.
+    every piece. While there are fewer than 16, containers with second copies are added, provided
+    that at least a quarter of their bytes belong to these pieces.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

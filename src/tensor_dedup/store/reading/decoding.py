@@ -43,8 +43,8 @@ def fill_leaves(
     """Fill `view` with whole leaves of a piece, from `start`; return whether they are intact.
 
     `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
-    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). Errors of
-    `base` propagate.
+    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
+    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
 
     Raises:
         OSError: The file cannot be read.
@@ -68,8 +68,8 @@ def read_range(
     """Return the bytes from `start` to `stop` of a piece, or None if they are damaged.
 
     `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
-    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). Errors of
-    `base` propagate.
+    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
+    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
 
     Raises:
         OSError: The file cannot be read.

@@ -112,8 +112,9 @@ class StoredPieces:
     def anchor(self, digest: bytes) -> bytes | None:
         """Return the digest of an anchor for new pieces that resemble the piece `digest`.
 
-        An anchor is a stored piece that others can be encoded against, because it is not itself
-        encoded against another piece. The result is the first anchor among these, or None:
+        An anchor is a piece that others can be encoded against, because the store has a copy of it
+        that is not itself encoded against another piece. The result is the first anchor among
+        these, or None:
 
         1. the piece `digest`
         2. a piece against which `digest` is encoded

@@ -88,7 +88,7 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 class NeededPieces:
     """The containers that garbage collection must keep.
 
-    `anchors` has the digests of the pieces that are needed to decode deltas in these containers.
+    `anchors` has the digests of the pieces against which pieces in use are stored as deltas.
     """
 
     containers: set[ContainerId]

@@ -93,9 +93,9 @@ class Inventory:
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """Return the live pieces whose only intact copies are in files outside the store.
+        """Return the live pieces with only damaged copies in the store, and intact ones outside it.
 
-        The result maps their digests to their sizes. The copies in the store are damaged.
+        The result maps their digests to their sizes.
         """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
@@ -125,8 +125,8 @@ class Inventory:
     def lost_anchors(self) -> set[bytes]:
         """Return the digests of the missing pieces that are needed to decode lost pieces.
 
-        If these pieces are restored, the lost pieces are readable again. They need not belong to
-        any checkpoint.
+        If these pieces are restored, the lost pieces that need them are readable again. The missing
+        pieces need not belong to any checkpoint.
         """
         lost, anchors = self.lost(), self.anchors()
         return {

@@ -137,7 +137,7 @@ class Plan:
         return None if self.anchor is None else self.anchor.digest
 
     def has_leaf(self, start: int) -> bool:
-        """Return whether the leaf at `start` is not stored, as the anchor has an equal leaf."""
+        """Return whether the leaf at `start` is left out because the anchor has an equal leaf."""
         return bool(self.common) and self.common[start // LEAF_BYTES]
 
 
@@ -233,7 +233,7 @@ class LeafSharing:
         `wanted` has the hashes and the size of each new piece. If sharing would save less than a
         tenth of a new piece, the result has no entry for it. If `parts` is True, leaves that are
         already stored as separate pieces count as saved, too. If `readable` is True, the bytes of
-        the anchors found can be read until the next call.
+        the anchors found can be read until the next call of `find` or `close`.
         """
         self.close()
         found = {}
@@ -311,9 +311,9 @@ class LeafSharing:
 class EncodedWriter(ContainerWriter):
     """A writer for a container of encoded pieces (delta), from files and from memory.
 
-    End it with `finish`, `seal` or `abandon`. `tensors` counts the tensors encoded from files, and
-    `saved_bytes` is the space that their encoding saved. `leaf_shared_bytes` is the total size of
-    the leaves left out because an anchor has them.
+    Use it from one thread. End it with `finish`, `seal` or `abandon`. `tensors` counts the tensors
+    encoded from files, and `saved_bytes` is the space that their encoding saved.
+    `leaf_shared_bytes` is the total size of the leaves left out because an anchor has them.
     """
 
     def __init__(
@@ -492,7 +492,7 @@ class PartsWriter:
     """A writer that stores single leaves of pieces in memory as separate pieces, each once.
 
     Later steps may need such a leaf long after the rest of this step is deleted. Large leaves
-    therefore go to containers of their own. Small leaves go to the step's pack.
+    therefore go to containers for such leaves only. Small leaves go to the step's pack.
     """
 
     def __init__(
@@ -568,6 +568,9 @@ def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
     `first` is the offset of the leaf in its piece. If the check fails, the result depends on the
     plan: if `plan.by_leaf` is True, it is the unencoded leaf, and otherwise None. With
     `plan.by_leaf`, the leaf is also stored unencoded if the codec saves too little.
+
+    Raises:
+        CorruptTensorError, MissingObjectError: The anchor's leaf cannot be read.
     """
     if plan.choice is None:
         return wrap(AS_IT_IS, data)

@@ -106,7 +106,8 @@ class ImportResult:
       have the same leaves.
     - `stored_bytes` is the space that the import took on disk, with metadata.
     - `encoded_tensors` is the number of encoded tensors, and `saved_bytes` is what encoding saved.
-    - `base` is the name of the checkpoint against which tensors were encoded, or None.
+    - `base` is the name of the checkpoint against which new tensors could be encoded. It is None if
+      there was no such checkpoint, or no tensor was encoded.
     - `external_bytes` is the size of the files that were indexed in place.
     - `unchanged` is True if the checkpoint had the same files before, so nothing was written.
     """

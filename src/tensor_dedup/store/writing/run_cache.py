@@ -93,7 +93,7 @@ class PageState:
 
     - `rows` are the listed pieces, `name` is the page's name, and `file_bytes` its size on disk.
     - `held` maps the change hashes of the pieces to the stored pieces.
-    - `weights` maps sets of containers to the total size of the small pieces read from them.
+    - `weights` maps tuples of containers to the total size of the small pieces read from them.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")

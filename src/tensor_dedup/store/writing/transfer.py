@@ -89,7 +89,7 @@ class Transfer:
     """A copy of a checkpoint into a store. Use it from one thread, as a context manager.
 
     Call `missing`, `send` the pieces that it returns, then `publish` the name. Without `publish`,
-    nothing but unused files may remain. Use the transfer inside `with locks.session(...):`.
+    only unused files remain. Use the transfer inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class Transfer:
         """Announce pieces to send that the checkpoint does not list, but needs for decoding.
 
         `sizes` maps the digests of these pieces to their sizes. `parts` are the digests of pieces
-        that consist of a single leaf of another piece. They get containers of their own.
+        that consist of a single leaf of another piece. Unless they are small, they go to containers
+        for such pieces only.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 

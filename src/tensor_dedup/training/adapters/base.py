@@ -47,8 +47,9 @@ class ModelAdapter(Protocol):
 
     An adapter may also have a method `chunks(model)`, which returns an iterator of named
     StateChunks. A save then uses `chunks` instead of `extract`. A save may read a chunk after all
-    other chunks were made. So give each chunk memory of its own, and leave it unchanged until the
-    model may be changed. Otherwise wrong content is saved without an error.
+    other chunks were made. So do not fill one buffer for several chunks: the memory of a chunk must
+    stay unchanged until the model may be changed. Otherwise wrong content is saved without an
+    error.
 
     The methods are called from several threads.
     """
@@ -88,7 +89,7 @@ class StateProvider:
       one is requested, and the memory of a value must not be reused for another.
     * `restore(state, original)` restores a state into the object `original`, or into a new object
       if `original` is None, and returns the object. A value that was saved as a StateChunk is given
-      as the chunk's source or, if the source is bytes or was made by `make`, as a NamedValue.
+      as the chunk's source or, if the source was bytes or the chunk had a `make`, as a NamedValue.
     * `parts(original)`, if given, returns the same structure as `state`, with those tensors and
       arrays of `original` that are to be filled in place.
     * `flat` has the keys of the state that are left out of the names of pieces.

@@ -93,9 +93,9 @@ def read_columns(
 ) -> _Columns | None:
     """Return the result of `columns_of(objects)`: columns with one item for each object.
 
-    In append-only mode, only new objects are read, together with the last object of the previous
-    step. If this object has changed, or if an earlier object was removed or replaced, all objects
-    are read.
+    If the adapter was made with `append_only`, only new objects are read, together with the last
+    object of the previous step. If that object has changed, or if an object of the previous step
+    was removed or replaced, all objects are read.
     """
     memory = append_only_memory()
     if memory is None:

@@ -156,16 +156,13 @@ class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """The node for a 0-dimensional tensor, in the tree that describes a saved object.
-
-    The bytes of the tensor are stored in the piece `#values`.
-    """
+    """The node for a 0-dimensional tensor whose bytes are stored in the piece `#values`."""
 
     dtype: str
 
 
 class Fixed(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """The node for a plain value that hardly ever changes, and that is stored in the node."""
+    """The node for a plain value that hardly ever changes, and is stored in the node itself."""
 
     value: Wire
 

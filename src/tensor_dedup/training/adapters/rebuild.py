@@ -430,7 +430,7 @@ class Originals:
         """Record that the existing object `part`, at the path `place`, has been restored.
 
         Raises:
-            MismatchedOriginalError: The object has been restored before, as another saved object.
+            MismatchedOriginalError: The object has been restored before, from another saved object.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`

@@ -86,10 +86,10 @@ class Growing:
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """Return `value` wrapped, if it is an attribute of an ensemble that grows at its end.
+    """Wrap `value`, the attribute `name` of an ensemble, if training appends to it.
 
     Fitted trees are returned as Trees or Predictors, and a long array of scores as Growing. For any
-    other value, the result is None. `name` is the name of the attribute.
+    other value, the result is None.
     """
     import numpy as np
 
@@ -337,8 +337,8 @@ def made_tree(
     """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: A node refers to a node or a feature that does not exist, or the length
-            of `classes` is not `outputs`.
+        DamagedStateError: The tree has no nodes, a child is not a later node of the tree, a feature
+            does not exist, or the length of `classes` is not `outputs`.
     """
     from sklearn.tree._tree import Tree
 

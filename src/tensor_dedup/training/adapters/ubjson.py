@@ -101,8 +101,8 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
 def integers(data: bytes, at: int) -> list[bytes] | None:
     """Return the items of the array at `at`, still encoded, if all of them are integers.
 
-    Returns None if an item is not an integer, if the array has no count, or if one marker gives the
-    type of all items.
+    Returns None if this is not an array of integers, if the array has no count, or if one marker
+    gives the type of all items.
     """
     place = array(data, at)
     if place is None:

@@ -102,8 +102,8 @@ _T = TypeVar("_T")
 class Drain:
     """The two tiers of a CheckpointStore, and a thread that drains (copies) steps to the second.
 
-    The thread ends when nothing is left to drain. A program ends only when its steps are drained
-    or, if that fails, after one more attempt. A forked child drains only the steps that it has
+    The thread ends when nothing is left to drain. A program ends only when its steps are drained,
+    or when the last attempt to drain has failed. A forked child drains only the steps that it has
     saved itself. Safe from any thread.
     """
 
@@ -129,8 +129,8 @@ class Drain:
 
         Raises:
             OtherTierError: The run was drained to another second tier before.
-            DivergedTierError: Another fast tier has continued the run, and this fast tier still has
-                steps to drain.
+            DivergedTierError: Another fast tier has continued the run, and this fast tier has later
+                steps that are still to be drained.
             StoreError: A tier cannot be read.
         """
         with fast.handle.translated():
@@ -260,9 +260,10 @@ class Drain:
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
         """Open a step, call `read` with the open checkpoint, and return its result.
 
-        The step is opened on the fast tier, if the fast tier has it in its current state. If it is
-        damaged there, and the second tier has the same state, `read` is called once more, with the
-        step opened on the second tier. Errors of `read` are passed on.
+        If the fast tier has the step in its current state, the step is opened there, otherwise on
+        the second tier. If the step is damaged on the fast tier, and the second tier has the same
+        state, it is opened there instead, and `read` may be called twice. Errors of `read` are
+        passed on.
 
         Raises:
             UnknownStepError: Neither tier has the step.

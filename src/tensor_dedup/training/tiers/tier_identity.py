@@ -153,8 +153,8 @@ class TierNotes:
         tier in the order of saving. Read `there` first, then `near`.
 
         Raises:
-            DivergedTierError: The second tier has later steps from another fast tier, and this fast
-                tier still has undrained steps.
+            DivergedTierError: The second tier has new steps from another fast tier, and this fast
+                tier has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
@@ -253,15 +253,16 @@ class TierNotes:
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
         """Return whether the fast tier's state of a step is used, rather than the second tier's.
 
-        If the second tier's state is later, or was saved independently, the result is False.
+        The result is False if the second tier's state is later, was saved independently, or is the
+        only one that can be read.
         """
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
         """Return whether the fast tier must keep its state of a step.
 
-        This is so if the second tier has no state of the step, only an earlier one, or one that was
-        saved independently.
+        This is so if the second tier has no readable state of the step, only an earlier one, or one
+        that was saved independently.
         """
         return ahead(near, there) or self.diverged(near, there)
 
