@@ -6,11 +6,13 @@ from typing import Final
 
 
 class LoadLock:
-    """A reentrant lock, used as a context manager, that is unlocked in a forked child.
+    """A reentrant lock, used as a context manager. A forked child starts with the lock free.
 
-    Loads run one at a time under `LOAD_LOCK`, because they replace functions of the frameworks and
-    change process-wide settings, and because two simultaneous loads of one model would not share
-    its tensors. `MOVE_LOCK` does the same for conversions of models.
+    The process has two of them:
+
+    - `LOAD_LOCK` is held while a model is loaded. Loads replace functions of the frameworks and
+      change process-wide settings, and two loads of one model at once would not share its tensors.
+    - `MOVE_LOCK` is held while a model is converted.
     """
 
     def __init__(self) -> None:

@@ -54,10 +54,11 @@ class NotShared(StrEnum):
 
 @dataclass(slots=True)
 class FinalTensor:
-    """The entry for one final tensor in the ledger.
+    """The ledger's entry for one final tensor (a weight as the engine uses it).
 
-    `nbytes` is the tensor's size in bytes, packed copies included, and `shared_bytes` is the part
-    that was in shared memory before the load. `sources` has the source tensors by `id`.
+    - `nbytes` is the tensor's size in bytes, packed copies included.
+    - `shared_bytes` is the part of `nbytes` that was in shared memory before the load.
+    - `sources` has the tensors of the checkpoint that it was made from, by `id`.
     """
 
     nbytes: int = 0
@@ -71,13 +72,13 @@ class FinalTensor:
 
 
 class LoadLedger:
-    """The ledger of one load, with an entry for each final tensor. For one thread.
+    """A record of what one load shared and what it did not share. For one thread.
 
-    - `finals` maps the name of a final tensor to its entry.
+    - `finals` maps the name of each final tensor (a weight as the engine uses it) to its entry.
     - `skipped` maps the name of a tensor that is not shared to the reason.
     - `bytes_materialised` is the size of the memory that the load has filled with tensors.
     - `leaf_shared_bytes` is the size of the parts of new tensors that are mapped from older ones.
-    - `collisions` is the number of residents that a comparison of bytes rejected.
+    - `collisions` is the number of shared tensors that a comparison of bytes rejected.
     """
 
     def __init__(self) -> None:
@@ -103,10 +104,10 @@ class LoadLedger:
         - `shared` says that these bytes were in shared memory before this load began.
         - `made` says that this load filled new memory with these bytes. It defaults to `not
           shared`.
-        - `sources` are the tensor's source tensors.
+        - `sources` are the tensors of the checkpoint that the bytes come from.
 
-        Pass False for both `shared` and `made` if an equal tensor of the same model was added
-        before with the same memory.
+        If the tensor lies in memory that was already added for an equal tensor of the model, pass
+        False for both `shared` and `made`.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
@@ -148,7 +149,7 @@ class LoadLedger:
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
     def shared_sources(self) -> list[LoadedSource]:
-        """Return the source tensors for which every final tensor that uses them was shared."""
+        """Return the tensors of the checkpoint that only shared final tensors use."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {
             key for final in self.finals.values() if not final.is_shared for key in final.sources

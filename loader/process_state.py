@@ -83,9 +83,8 @@ WITHOUT_FULL_COLLECTIONS: Final = WithoutFullCollections()
 def rng_restored_on_failure() -> Iterator[None]:
     """Context manager: if the `with` block raises, restore torch's random number generators.
 
-    The generators get the state from before the block, so a load that is repeated draws the same
-    numbers. They are the generator of the CPU and, if this process has used a GPU, those of all
-    GPUs.
+    The generators of the CPU and, if this process has used a GPU, of all GPUs get the state from
+    before the block. So a load that is repeated draws the same numbers.
     """
     module = accelerator()
     here = torch.get_rng_state()

@@ -1,12 +1,13 @@
 """Reports on all loads of this process and its workers: the bytes read, shared and private.
 
-This module does not import torch.
+Worker processes pass their reports on as files, which works however an engine starts its workers:
 
-Worker processes pass their reports on as files. If `TENSOR_DEDUP_REPORT_DIR` is set, `add` also
-writes the report to that directory, and a process that calls `collect_from` for the directory
-merges the reports in it. A process that may start workers creates a directory of its own inside the
-directory that it inherited. Files are used instead of a pipe, because engines start workers in ways
-that this package does not control, and because a worker may end before its reports are asked for.
+1. `share_with_workers` creates a directory and names it in `TENSOR_DEDUP_REPORT_DIR`, which workers
+   inherit.
+2. `add`, called in a worker, also writes the report to that directory.
+3. `report` reads the files, even if the worker has ended.
+
+This module does not import torch.
 """
 
 import atexit
@@ -60,8 +61,8 @@ class ModelReport:
     - `stored_as`: the name under which the load stored the checkpoint in the store.
     - `frozen_base`: the `base` and the `layers` that replaced layers of the checkpoint, with the
       number and total size of the tensors in those layers.
-    - `marked`: for each marker of the checkpoint, its `base` and `digest`, the number of `tensors`
-      that it names, and how many of these were `shared`.
+    - `marked`: for each marker of the checkpoint (a list of tensors that are equal to those of a
+      base), its `base` and `digest`, the number of its `tensors`, and how many were `shared`.
     """
 
     name: str = ""
@@ -101,10 +102,12 @@ class ModelReport:
 class Report:
     """The reports of all loads in chronological order, and the current memory use in bytes.
 
-    `resident_bytes` is the size of the shared tensors, and `registry_bytes` is the size of the
-    tables that list them. Both include the workers, with the sizes that each worker reported after
-    its last load. `devices` maps a device to the last reason why this process shares less of the
-    device's memory than it could.
+    - `resident_bytes` is the size of the shared tensors of this process and its workers.
+    - `registry_bytes` is the size of the tables that list these tensors.
+    - `devices` maps a device to the last reason why this process shares less of the device's memory
+      than it could.
+
+    For workers, the sizes are those after the worker's last load.
     """
 
     models: list[ModelReport]
@@ -162,10 +165,7 @@ os.register_at_fork(after_in_child=_collection.renew_lock)
 
 
 def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[], int]) -> None:
-    """Set the functions that measure `registry_bytes` and `resident_bytes` of this process.
-
-    The registry module calls this when it is imported.
-    """
+    """Set the functions that measure the memory use of this process for reports."""
     _collection.gauges = (registry_bytes, resident_bytes)
 
 
@@ -232,10 +232,11 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
 def share_with_workers() -> Path | None:
     """Make workers started from now on report to this process; return their report directory.
 
-    The directory is created in the one that `TENSOR_DEDUP_REPORT_DIR` names, so that the parent
-    process finds the reports, too. If the variable is not set, or no directory can be created
-    there, a temporary directory is used, which is removed when this process ends. The variable then
-    names the directory that is returned. A second call returns the same directory.
+    Workers find the directory by the environment variable `TENSOR_DEDUP_REPORT_DIR`, which is set
+    here. If the parent process has set it already, the new directory lies inside the parent's, so
+    that the parent finds the reports, too. If this is not possible, or the variable was not set, a
+    temporary directory is used, which is removed when this process ends. A second call returns the
+    same directory.
 
     Returns None, after a warning, if no directory can be created.
     """

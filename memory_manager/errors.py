@@ -11,7 +11,7 @@ MemoryManagerError
       - NoMemoryError       the system refused memory or a descriptor
       - StillWritableError  a process still has the slab mapped writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
-      - DeviceError         a call of the CUDA driver failed, or there is no driver to call
+      - DeviceError         a call of the CUDA driver failed, or there is no driver or no such GPU
 """
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, TensorDedupError
@@ -22,7 +22,7 @@ class MemoryManagerError(TensorDedupError):
 
 
 class ManagerGoneError(MemoryManagerError):
-    """No manager answers, or the connection broke. Load privately, or connect again."""
+    """No manager answers, or the connection broke. Load into private memory, or connect again."""
 
     exit_status = NOBODY_THERE
 
@@ -53,7 +53,7 @@ class RefusedError(MemoryManagerError):
 
 
 class LeaseClosedError(MemoryManagerError):
-    """A lease, a put, a slab or a client was used after it was closed, by a bug in the caller."""
+    """A lease, a put, a slab or a client was used after it was closed: a bug in the caller."""
 
 
 class BackendError(MemoryManagerError):
@@ -73,10 +73,10 @@ class NotSealedError(BackendError):
 
 
 class DeviceError(BackendError):
-    """A call of the CUDA driver failed.
+    """The CUDA driver failed, or a GPU cannot be used.
 
-    The error's `facts` have the name of the call and its CUresult as `call` and `code`. If there is
-    no driver, or no cuda-bindings to call it with, the fact `kind` is "no_driver".
+    If a call of the driver failed, the facts `call` and `code` are its name and its CUresult. If
+    there is no driver, or the package cuda-bindings is missing, the fact `kind` is "no_driver".
     """
 
 

@@ -1,9 +1,11 @@
 """Read the tensors of a checkpoint from a store.
 
-The checkpoint is either a folder of weights files (`FromDisk`) or a checkpoint that exists in the
-store only (`FromStore`). The store verifies the bytes that it returns, leaf by leaf (2 MiB). If the
-store cannot return the bytes of a tensor intact, they are read from the folder's own files. A
-checkpoint that exists in the store only has no other files, so its load fails.
+- `FromDisk` is for a folder of weights files. If the store cannot return the bytes of a tensor
+  intact, they are read from the folder's files.
+- `FromStore` is for a checkpoint that exists in the store only. If the store cannot return the
+  bytes of a tensor intact, the load fails.
+
+The store verifies the bytes that it returns, leaf by leaf (2 MiB).
 """
 
 from __future__ import annotations
@@ -74,17 +76,14 @@ class OpenCheckpoint(Protocol):
         """
 
     def close(self) -> None:
-        """Close the store's files.
-
-        The weights files that `open` returned are closed by the callers of `open`.
-        """
+        """Close the store's files, but not the files that `open` returned."""
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint in a store, found by digest, for one load. Safe from any thread.
+    """A reader of tensors from a store, by digest, for one load. Safe from any thread.
 
-    The store's files are opened at the first `fill`. If the store fails, the failure is logged, and
-    `fill` returns None as for a tensor that the store does not have.
+    The store is opened at the first `fill`. If the store fails, the failure is logged, and `fill`
+    returns None.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -105,10 +104,14 @@ class CheckpointFiles:
     def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
         """Fill `piece` with verified bytes of the tensor `digest`, from byte `offset` on.
 
-        `offset` is counted from the beginning of the tensor, and `nbytes` is the size of the whole
-        tensor. Returns the concatenated digests of the leaves in the range if the range consists of
-        whole leaves, and b"" if it does not. Returns None if the store does not have the tensor or
-        cannot read it; the caller then reads the tensor from the checkpoint's file.
+        `offset` is counted from the beginning of the tensor, and `nbytes` is the tensor's whole
+        size. Returns one of these values:
+
+        - The concatenated digests of the leaves in the range, if it consists of whole leaves
+          (2 MiB).
+        - b"", if the range does not consist of whole leaves.
+        - None, if the store does not have the tensor or cannot read it. The caller then reads the
+          tensor from the checkpoint's file.
         """
         name = bytes.fromhex(digest)
         try:
@@ -161,10 +164,16 @@ class StoreBackedSource(SourceFile):
         stored_files.expect(self._known.values())
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with the tensor's bytes from `offset` on, as `SourceFile.read_into` does.
+        """Fill `piece` with the tensor's bytes from byte `offset` on. Safe from any thread.
 
         If the tensor's digest was known when the file was opened, the store is asked first. The
-        file is read only if the store does not return the bytes.
+        result is then the concatenated digests of the leaves in the range, or b"" if the range does
+        not consist of whole leaves (2 MiB). If the digest was not known, or the store does not
+        return the bytes, the file is read, and the result is None.
+
+        Raises:
+            FormatError: The file was truncated.
+            UnreadableFileError: Reading the file failed.
         """
         digest = self._known.get(spec.name)
         leaves = None
@@ -229,8 +238,8 @@ class StoredSource(SourceFile):
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with verified bytes of the tensor, from byte `offset` on.
 
-        Returns the concatenated digests of the leaves in the range if the range consists of whole
-        leaves, and b"" if it does not. Returns None if `piece` is empty.
+        Returns the concatenated digests of the leaves in the range, or b"" if the range does not
+        consist of whole leaves (2 MiB). For an empty `piece`, the result is None.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.
@@ -254,11 +263,12 @@ class StoredSource(SourceFile):
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """Return a function that opens the tensor in the store again.
+        """Return a function that opens the tensor in the store again, also after `close`.
 
-        The function also works after `close`. It returns a context manager that yields a function
-        for reading parts of the tensor. Reading raises StoreError if the store no longer has the
-        tensor.
+            with file.reread(spec)() as read:
+                data = read(offset, nbytes)
+
+        Reading raises StoreError if the store no longer has the tensor.
         """
         store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
 
@@ -282,7 +292,8 @@ class StoredSource(SourceFile):
 class FromDisk:
     """The weights files of a checkpoint on disk.
 
-    With `store`, a tensor that the store has is read from there instead of from its file.
+    With `store`, a tensor that this store has is read from it, if its digest is known from a hint.
+    All other tensors are read from the files.
     """
 
     def __init__(

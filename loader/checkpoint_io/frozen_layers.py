@@ -73,15 +73,15 @@ class FrozenLayers:
         self._instead: dict[_Place, _Tensor] | None = None
 
     def choose(self, files: Sequence[SourceFile]) -> None:
-        """Open the base and determine which of its tensors replace tensors of `files`.
+        """Open the base model and determine which of its tensors replace tensors of `files`.
 
-        `files` are the weights files of the checkpoint. Only the first call has an effect. If the
-        model reads other files later, none of their tensors are replaced.
+        `files` are the weights files of the checkpoint. Call it once, with all files: later calls
+        have no effect.
 
         Raises:
-            ConfigError: A configured layer does not exist in the checkpoint, or the base has no
-                layer that fits it.
-            CheckpointError, StoreError: The base is missing or cannot be read.
+            ConfigError: A configured layer does not exist in the checkpoint, or the base model has
+                no layer that fits it.
+            CheckpointError, StoreError, RemoteError: The base model is missing or cannot be read.
         """
         if self._instead is not None:
             return
@@ -121,10 +121,10 @@ class FrozenLayers:
     def source(
         self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
     ) -> tuple[SourceTensor, Placed | None]:
-        """Return the source tensor and placement to load for tensor `name` of `file`.
+        """Return the source tensor and placement from which to load tensor `name` of `file`.
 
-        If the base replaces the tensor, these are the base's. Otherwise they are `source` and
-        `placed`, as given.
+        For a tensor of a frozen layer, these are the base model's. For any other tensor, they are
+        `source` and `placed`, as given.
         """
         old = (self._instead or {}).get((file.path, name))
         return (source, placed) if old is None else (old.source, old.placed)
@@ -167,16 +167,19 @@ def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> st
 def taken_plainly(
     frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
 ) -> Iterator[Callable[[str], SourceTensor | None]]:
-    """Context manager for replacing frozen layers in a load that shares no tensors.
+    """Context manager that replaces frozen layers in a load that shares no tensors.
 
-    On entry, `opening` opens `files`, and `frozen` chooses the tensors that the base replaces. The
-    value is a function that takes a tensor's name. It returns the base's tensor, or None if the
+    On entry, `opening` opens `files`, and the tensors to take from the base model are chosen. The
+    value is a function of a tensor's name. It returns the base model's tensor, or None if the
     checkpoint's own tensor is to be used. On exit, the files, `opening` and `frozen` are closed.
 
     Raises:
-        ConfigError, CheckpointError, StoreError: See `FrozenLayers.choose`.
-        UnsupportedError: The function was called for a tensor that the base stores as a view of
-            another one.
+        ConfigError: A configured layer does not exist in the checkpoint, or the base model has no
+            layer that fits it.
+        CheckpointError, StoreError, RemoteError: The base model or one of `files` is missing or
+            cannot be read.
+        UnsupportedError: The function was called for a tensor that the base model stores as a view
+            of another one.
     """
     ours = [opening.open(path) for path in files]
     try:

@@ -13,8 +13,8 @@ A hint is used only if the whole identity matches. Two kinds of change are not d
 through a shared mapping that the kernel has not yet accounted for, and a write to the raw device.
 
 The index is one SQLite file that any number of threads and processes may use. It can be deleted at
-any time. Any problem with the index means "no hints" and is logged once. A problem is never an
-error and never yields a wrong digest, since every row is sealed with a digest of its own.
+any time. If it cannot be used, this is logged once, no hints are found or stored, and no error is
+raised. Every row is sealed with a digest of its own, so a damaged index yields no wrong digest.
 """
 
 import contextlib
@@ -101,9 +101,10 @@ class _UnusableIndexError(TensorDedupError):
 class FileIdentity:
     """The identity of an open file: device, inode, size, mtime and ctime.
 
-    If a file has the same identity at two moments, it was not modified in between. This holds on
-    trusted file systems (`is_trusted`), and only if mtime and ctime lie at least 2 s before the
-    first moment.
+    If a file has the same identity at two moments, it was not modified in between, provided that:
+
+    - The file system maintains inode numbers and times reliably (`is_trusted`).
+    - At the first moment, mtime and ctime were at least 2 s old.
     """
 
     device: int
@@ -139,11 +140,14 @@ class FileIdentity:
 class HintIndex:
     """The index of remembered digests, one SQLite file. Safe from any thread and process.
 
-    The SQLite file is opened for each call only, so an object of this class survives a fork. `path`
-    defaults to the environment variable TENSOR_DEDUP_HINTS, or else to a file in the user's cache
-    folder. `trusted(fd)` returns whether an open file lies on a file system whose times are
-    reliable. If the index has more than `max_digests` digests, those of the files used least
-    recently are removed. `busy_s` is how long to wait for another process's write, in seconds.
+    The file is opened for each call only, so the object can be used after a fork.
+
+    - `path` is the file. It defaults to the environment variable TENSOR_DEDUP_HINTS, or else to a
+      file in the user's cache folder.
+    - `trusted(fd)` returns whether an open file lies on a file system whose times are reliable.
+    - `max_digests` limits the index: beyond it, the digests of the files used least recently are
+      removed.
+    - `busy_s` is how long to wait for another process's write, in seconds.
     """
 
     def __init__(
@@ -289,9 +293,10 @@ class StoreHints:
     def imported(
         self, fd: int, before: "FileStatus", began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Record the digests of an imported file as hints.
+        """Record `digests` of ranges of an imported file as hints, keyed by (start, nbytes).
 
-        The parameters correspond to those of `HintIndex.record`.
+        `fd` is the open file, `before` is its status before hashing began, and `began_ns` is
+        time.time_ns() at that moment. If `HintIndex.record` does not store them, nothing happens.
         """
         identity = FileIdentity(
             before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns

@@ -20,10 +20,9 @@ def marked(
 ) -> list[dict[str, Any]]:
     """Return a report entry for each marker in `files` and beside them.
 
-    An entry has the marker's `base` and `digest`, the number of `tensors` that the marker names,
-    and the number of these tensors that are `shared`. `is_shared` returns whether a tensor is
-    shared. A marker never decides what is shared, so a wrong marker only makes `shared` smaller
-    than `tensors`.
+    A marker is a list of tensors that are equal to those of a base model. The entry has the
+    marker's `base` and `digest`, the number of `tensors` that the marker names, and how many of
+    these are `shared`. `is_shared` returns whether a tensor is shared.
     """
     own = {name: tensor for file in files for name, tensor in file.tensors.items()}
     beside = in_files(dict.fromkeys(file.path.parent / SIDECAR for file in files))

@@ -59,12 +59,12 @@ Reread: TypeAlias = Callable[[], AbstractContextManager[Read]]
 
 
 class StaleHintError(ChangedFileError):
-    """Bytes that were read do not have the digest that a hint gave. Load again without hints."""
+    """Bytes that were read do not have their remembered digest (hint). Load again without hints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The placement of a tensor that is a view of a source's bytes, as in files of torch.save.
+    """The place of a tensor of a torch.save file within the bytes of a source tensor.
 
     `start` is the distance in bytes from the first byte of the source. `shape` and `stride` are in
     elements of `dtype`. If `lazy` is True, the stored values have yet to be conjugated or negated.
@@ -79,7 +79,7 @@ class Placed:
 
 
 def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
-    """Return the placement of `member`, a torch.save tensor, in the source that `spec` describes.
+    """Return the place of `member`, a tensor of a torch.save file, in the source tensor `spec`.
 
     Returns None if `member` is the whole source, contiguous and of the same dtype and shape.
     """
@@ -94,9 +94,11 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
 class SourceTensor:
     """One tensor of an open checkpoint file.
 
-    `digest` is None until a hint or a read gives it; `hinted` is True if a hint gave it. `leaves`
-    has the digest of each leaf (2 MiB), hashed as if the leaf were a tensor of its own. `leaves` is
-    empty if these digests are unknown or the tensor has one leaf only.
+    - `digest` is None until it is known: from a hint (a remembered digest), from the manifest of a
+      stored checkpoint, or from a read.
+    - `hinted` is True if the digest comes from a hint or a manifest.
+    - `leaves` has the digest of each leaf (2 MiB), hashed as if the leaf were a tensor of its own.
+      It is empty if these digests are unknown or the tensor has one leaf only.
     """
 
     file: SourceFile
@@ -156,11 +158,10 @@ class SourceFile:
             raise
 
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
-        """Yield (name, source, placement) for every tensor name of the file, sorted by name.
+        """Yield (name, source tensor, placement) for every tensor name of the file, sorted by name.
 
-        In a file of torch.save, several tensors may be views of one source. The placement then says
-        which part of the source the tensor is. The placement is None for a tensor that is a whole
-        source.
+        In a file of torch.save, several tensors may be views of one source tensor. The placement
+        says which part of the source tensor is meant. It is None for the whole.
         """
         members = members_in(self.header)
         for name in sorted(self.tensors.keys() | members.keys()):
@@ -179,9 +180,8 @@ class SourceFile:
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill the writable buffer `piece` with the tensor's bytes from byte `offset` on.
 
-        `spec` describes the tensor. Safe from any thread. Returns None, except in subclasses that
-        read from a store. These may return the concatenated digests of the leaves against which the
-        bytes were verified.
+        `spec` describes the tensor. Safe from any thread. Returns None. A subclass that reads from
+        a store may return the concatenated digests of the leaves (2 MiB) that were verified.
 
         Raises:
             FormatError: The file was truncated.
@@ -219,10 +219,9 @@ class SourceFile:
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """Return a function that opens a tensor for reading after `close`, or None.
+        """Return None: after `close`, the tensor can be read from the unchanged file at `path`.
 
-        This class returns None, because the tensor can be read from the file at `path` as long as
-        the file is unchanged.
+        A subclass without such a file returns a function that opens the tensor for reading.
         """
         return None
 
@@ -239,10 +238,13 @@ class SourceFile:
             )
 
     def remember(self) -> None:
-        """Record the digests in `hashed` as hints.
+        """Record the digests in `hashed` as hints, for later loads of the file.
 
-        Does nothing if the file was opened without `hints`, has changed, or has times that are not
-        reliable (see `HintIndex.record`).
+        Nothing is recorded in these cases:
+
+        - The file was opened without `hints`.
+        - The file has changed since it was opened, or had changed less than 2 s before.
+        - The file's times are not reliable.
         """
         if self._hints is not None and self.hashed:
             self._hints.record(
@@ -279,9 +281,8 @@ class ReadCounters:
 class SourceReader:
     """A reader that reads and hashes source tensors in the background. For one thread.
 
-    The threads of the hash pool do the reading, several leaves at once, and hash each leaf while it
-    is still in a CPU cache. `settle` waits for them and sets the digests of the source tensors.
-    `begun` is the number of hashed reads that were started.
+    Threads of the hash pool read and hash several leaves at once. `settle` waits for the reads and
+    sets the digests of the source tensors. `begun` is the number of hashed reads that were started.
     """
 
     algorithm: str
@@ -316,9 +317,11 @@ class SourceReader:
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
         """Read `source` in pieces, pass each to `write(piece, offset)`, and return the digest.
 
-        Threads of the hash pool call `write` and hash the same bytes with BLAKE3, so no buffer of
-        the tensor's size is needed here. Waits for all other reads in progress, too, and raises the
-        same errors as `settle`.
+        The digest is a BLAKE3, whatever `algorithm` is. `write` is called by threads of the hash
+        pool. This also waits for all other reads in progress. The first error of a read is raised.
+
+        Raises:
+            StaleHintError: The bytes that were read do not have the digest that a hint gave.
         """
         spec, file = source.spec, source.file
 
@@ -373,9 +376,8 @@ class SourceReader:
     def settle(self, mark: int | None = None) -> None:
         """Wait for reads in progress and set the digests of their source tensors.
 
-        `mark`, if given, is an earlier value of `begun`. Only the hashed reads that had been
-        started by then are waited for. Errors of these reads are raised here. Does nothing if no
-        read is in progress.
+        With `mark`, an earlier value of `begun`, this waits only for the reads that had been
+        started by then. The first error of these reads is raised.
 
         Raises:
             StaleHintError: The bytes that were read do not have the digest that a hint gave.
@@ -404,7 +406,7 @@ class SourceReader:
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a gap-free tensor on any device; count it as `digest` does."""
+        """Return the digest of a gap-free tensor on any device, and count its size and the time."""
         return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:

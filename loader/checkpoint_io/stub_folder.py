@@ -32,9 +32,11 @@ _CONFIG = "config.json"
 class Checkout:
     """A stored checkpoint that an engine loads, with the stub folder that the engine sees.
 
-    `url` is `store://NAME`, `store` is the path of the store, and `name` is the checkpoint's name
-    there. `manifest` identifies the checkpoint's manifest. `folder` is the path of the stub folder,
-    and `weights` has the paths of the weights files within the folder.
+    - `url` is `store://NAME`, and `name` is NAME.
+    - `store` is the path of the store.
+    - `manifest` identifies the checkpoint's manifest.
+    - `folder` is the path of the stub folder.
+    - `weights` has the paths of the weights files within the folder.
     """
 
     url: str
@@ -93,10 +95,10 @@ def resolve(
 ) -> Checkout:
     """Find the stored checkpoint `url` (`store://NAME`), and create or restore its stub folder.
 
-    Returns the checkpoint and its stub folder as a `Checkout`. `store` is the path of the store, or
-    None for the user's default one. If the store does not have the checkpoint, the checkpoint is
-    pulled from `remote`. The default of `remote` is the remote that the environment or a
-    configuration file names. `folders` is as for `check_out`.
+    Returns both as a `Checkout`. `store` is the path of the store, or None for the user's default
+    one. A checkpoint that the store does not have is pulled from `remote`, which defaults to the
+    remote that the environment or a configuration file names. With `folders`, weights files in
+    subfolders are accepted, as in a pipeline.
 
     Raises:
         RemoteError: The remote cannot be used.

@@ -21,9 +21,9 @@ def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -
     """Import the checkpoint in `folder` into a store and set `report.stored_as` to its name there.
 
     `store` is the path of the store, or None for the user's default one. The store is created if it
-    does not exist. With `trust`, remembered digests of the files decide whether the checkpoint is
-    stored already, so unchanged files are not read again. Failures are not raised. They are logged
-    and added to `report.skipped`.
+    does not exist. With `trust`, remembered digests tell whether the checkpoint is stored already,
+    so unchanged files are not read again. Failures are logged and added to `report.skipped`, not
+    raised.
     """
     try:
         report.stored_as = _keep(LocalStore.open(store), folder, trust=trust)

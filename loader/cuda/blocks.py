@@ -55,8 +55,8 @@ _USABLE: Final = 0.75
 def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
     """Return whether a tensor with this `key` and size can be stored in blocks.
 
-    It can if `blocks_of` splits this size and the digest is a BLAKE3 of the tensor's bytes. Whether
-    the GPU's memory allows blocks is not checked here.
+    The size must be 32 to 2016 MiB, and the digest a BLAKE3 of the tensor's bytes. Whether the
+    GPU's memory allows blocks is not checked here.
     """
     # Other algorithms have no leaves, and their digests a prefix.
     plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
@@ -102,9 +102,11 @@ def leaves_of(tensor: torch.Tensor) -> list[bytes]:
 class TensorWriter:
     """A gap-free tensor that can be written to a GPU address, as a whole or in part.
 
-    Calling the object with an address writes the whole tensor; `part` is for a range of its bytes.
-    Given the tensor, or a part of it as bytes, `writer` returns a function that writes it to an
-    address. `known_leaves` are the tensor's leaf digests, or are empty if they are not known.
+    To write the whole tensor, call the object with an address. For a range of bytes, use `part`.
+
+    - `writer` gets the tensor, or a part of it as bytes, and returns a function that writes it to
+      an address.
+    - `known_leaves` are the tensor's leaf digests, or are empty if they are not known.
     """
 
     tensor: torch.Tensor
@@ -135,9 +137,9 @@ class TensorWriter:
 
 
 class TensorInBlocks(DeviceResident):
-    """A resident that consists of several blocks side by side, each in a slab of its own.
+    """A resident that consists of several blocks (pieces of 16 MiB) side by side.
 
-    The object keeps the blocks alive.
+    Each block lies in a slab of its own. The object keeps the blocks alive.
     """
 
     __slots__ = ("_leaf_shared_bytes", "blocks", "leaves")
@@ -202,9 +204,9 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
-    """Return the encoded record of a tensor in blocks, and the digests of its distinct blocks.
+    """Return the encoded record of `resident` for other processes, and the digests of its blocks.
 
-    The record describes the tensor to other processes.
+    Blocks with equal digests are listed once.
     """
     key = resident.key
     digests = list(dict.fromkeys(each.key.digest for each in resident.blocks))
@@ -265,10 +267,10 @@ def too_many(blocks: int) -> str:
 
 @dataclass(slots=True)
 class BlockLog:
-    """The blocks that one load has built, and the reason if it no longer builds any.
+    """The blocks that one load has built, and the reason if it builds no more. For one thread.
 
-    `built` has the blocks. `why_whole` is the reason, or None; once it is set, the load stores
-    large tensors whole. For one thread.
+    `built` has the blocks. `why_whole` is the reason why the load now stores large tensors whole,
+    or None while it still builds blocks.
     """
 
     built: WeakSet[DeviceResident] = field(default_factory=WeakSet)
@@ -285,9 +287,9 @@ class BlockLog:
         return self.why_whole is None
 
     def note_larger(self, block: DeviceResident) -> None:
-        """Stop building blocks in this load if `block` shows that the manager's slabs are larger.
+        """Stop building blocks in this load if the manager's slabs are larger than a block.
 
-        This is assumed if `block` has the full size of 16 MiB and lies in a larger slab.
+        This is assumed if `block` has the full size of 16 MiB and its slab is larger.
         """
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:

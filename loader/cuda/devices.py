@@ -87,8 +87,8 @@ class Devices:
     def at(self, device: torch.device) -> SharedGpu | None:
         """Return the GPU of the torch device `device`, opened now if necessary.
 
-        Returns None if the memory of the device cannot be shared. `why_not` then returns the
-        reason, except for device types that are never shared.
+        Returns None if the memory of the device cannot be shared. If its type is "cuda", `why_not`
+        then returns the reason.
         """
         opener = self._openers.get(device.type)
         if opener is None:
@@ -112,8 +112,11 @@ class Devices:
     def why_not(self, device: torch.device) -> str | None:
         """Return why the memory of `device` is not shared.
 
-        Returns None if it is shared, if `at` was never called for the device, or if devices of its
-        type are never shared.
+        Returns None in these cases:
+
+        - The memory is shared.
+        - `at` has not been called for the device yet.
+        - Devices of this type are never shared, for example "cpu".
         """
         return self._reasons.get(_numbered(device))
 
@@ -154,9 +157,9 @@ DEVICES: Final = Devices()
 def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
     """Call `do`, which allocates memory of `device` through torch, and return its result.
 
-    If `do` raises torch.OutOfMemoryError, the shared memory of models that are gone is unmapped,
-    and `do` is called once more. torch's allocator cannot free that memory. If there was nothing to
-    free, the error is passed on.
+    If `do` raises torch.OutOfMemoryError, memory that torch's allocator cannot free by itself is
+    freed: the shared memory of models that are gone. Then `do` is called once more. If there was
+    nothing to free, the error is passed on.
     """
     gpu = DEVICES.at(device)
     return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

@@ -78,7 +78,7 @@ class DeviceMapping:
     def hold(self, owner: object) -> None:
         """Keep `owner`, for example a lease, alive until the slabs are unmapped.
 
-        Does nothing if the memory is private.
+        Does nothing if the mapping is private.
         """
         if not self.private:
             self._owners[id(owner)] = owner
@@ -88,13 +88,15 @@ class DeviceMapping:
         return list(self._owners.values())
 
     def sleep(self) -> None:
-        """Unmap the slabs, reserve the address, and release the owners. Waits for all kernels.
+        """Unmap the slabs, but keep their address range reserved. Waits for all kernels.
 
-        Does nothing if the mapping sleeps already. Until `wake`, a kernel that accesses the range
-        fails, and with it all later work of this process on the GPU.
+        Objects that were kept alive for the slabs, for example leases, are released. Until `wake`,
+        a kernel that accesses the range fails, and with it all later work of this process on the
+        GPU. Does nothing if the mapping sleeps already. If `asleep` is True after an error, the
+        slabs were unmapped.
 
         Raises:
-            BackendError: The driver refused; `asleep` tells whether the slabs were unmapped.
+            BackendError: The driver refused.
             UnsupportedError: The memory is private, or the backend cannot reserve the address.
         """
         if self.asleep:
@@ -110,14 +112,14 @@ class DeviceMapping:
             self._become(_PendingUnmap(self.address, self.extents, self._opener, {}, mapped=False))
 
     def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
-        """Map the slabs `extents` read-only at the reserved address.
+        """Map the slabs `extents` read-only at the address range that `sleep` kept reserved.
 
-        The slabs must have the bytes that lay there before, and `opener` maps them. `owner` is kept
-        alive until they are unmapped. Does nothing if the mapping is not asleep.
+        The slabs must have the same sizes and bytes as those that `sleep` unmapped. `opener` maps
+        them, and `owner` is kept alive until they are unmapped. Does nothing if the mapping is not
+        asleep. If `asleep` is False after an error, the slabs were mapped.
 
         Raises:
-            BackendError: The slabs have other sizes than before, or the driver refused; `asleep`
-                tells whether the slabs were mapped.
+            BackendError: The slabs have other sizes, or the driver refused.
         """
         if not self.asleep:
             return
@@ -202,9 +204,9 @@ class Gpu:
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context manager under which this GPU's CUDA context is current.
+        """Return a context manager: while it is active, this GPU's CUDA context is current.
 
-        This applies to the thread that enters the context manager.
+        This applies to the thread that enters it.
         """
         return current(self.driver, self.device.ordinal)
 

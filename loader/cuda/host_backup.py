@@ -36,9 +36,9 @@ _CHUNK_BYTES: Final = 8 * LEAF_BYTES
 class HostBackup:
     """The host-memory copies of one sleeping model's tensors. For one thread at a time.
 
-    `copied` counts the bytes that this object copied to host memory. Tensors that were there
-    already, copied for another sleeping model, are not counted. Transfer buffers are reused until
-    `free`.
+    `copied` is the number of bytes that this object copied to host memory. It does not include
+    tensors that were there already, for example because another sleeping model has them. Transfer
+    buffers are reused until `free`.
     """
 
     def __init__(self, gpu: SharedGpu, host: Client, checkpoint: str) -> None:

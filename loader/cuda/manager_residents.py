@@ -101,7 +101,8 @@ class DeviceMemory:
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
         """Return a function that writes the tensors of `requests` into a slab of the manager.
 
-        `requests` has the requests by layer key. The function returns the tensors' digests.
+        `requests` has the requests by the keys under which the tensors are put. The function
+        returns the tensors' digests.
         """
 
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
@@ -122,9 +123,11 @@ class DeviceMemory:
     def with_room(self, ask: Callable[[], None]) -> None:
         """Call `ask`, which requests memory from the manager.
 
-        If the manager refuses, unused mappings are unmapped, and `ask` is called once more. This
-        may help, because a mapping that nothing refers to any more keeps its lease until it is
-        unmapped.
+        If the manager refuses, mappings that nothing refers to any more are unmapped, which ends
+        their leases. Then `ask` is called once more.
+
+        Raises:
+            RefusedError: There was nothing to free, or the manager refused again.
         """
         self.gpu.with_room(ask, RefusedError)
 
@@ -136,9 +139,9 @@ _slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakV
 class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     """One load's requests to the manager of a GPU, where large tensors consist of blocks.
 
-    A block is a piece of 16 MiB of a tensor. In the manager, each block is a tensor of its own,
-    with a slab of its own. The blocks of a large tensor are listed in a record, which is found by
-    the large tensor's digest and by its recipe.
+    A block is a piece of 16 MiB. In the manager, each block is a tensor of its own, with a slab of
+    its own. A record lists the blocks of a large tensor. It is found by the tensor's digest and by
+    its recipe.
     """
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
@@ -189,10 +192,11 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return admitted
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
-        """Publish the record of `resident`, a tensor in blocks, so that other processes find it.
+        """Publish which blocks `resident` consists of, so that other processes find it.
 
-        The record lists the blocks. Other processes find it by the tensor's digest and, unless
-        `recipe` is "", by `recipe`. Does nothing if the manager does not lend all of the blocks.
+        A block is a piece of 16 MiB. The list of blocks is found by the resident's digest and, if
+        `recipe` is not "", by `recipe`. Does nothing if the manager does not lend all of the
+        blocks.
         """
         assert isinstance(resident, TensorInBlocks)
         if not all(isinstance(block.lease, Lease) for block in resident.blocks):
@@ -250,10 +254,12 @@ def device_manager_residents(
 ) -> DeviceManagerResidents:
     """Connect a load to the memory manager of `gpu`.
 
-    `where` is the path of the socket of the manager of host memory, or "auto". The socket of the
-    GPU's manager lies beside it. If `where` is None, no manager is used. `checkpoint` names the
-    load to the manager. If the manager does not answer, the failure is logged, the result's
-    `failed` has the reason, and the load goes on without the manager.
+    `where` is the path of the socket of the manager of host memory. The socket of the GPU's manager
+    lies beside it. With "auto", the default path is used, and a manager is started if none answers.
+    If `where` is None, no manager is used. `checkpoint` names the load to the manager.
+
+    If the manager does not answer, the load goes on without it: the failure is logged, and the
+    result's `failed` has the reason.
     """
     if where is None:
         return ManagerResidents()

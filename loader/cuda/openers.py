@@ -51,8 +51,8 @@ class Opener(Protocol):
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Replace the slabs by private, writable memory with the same bytes at the same address.
 
-        Waits for all work of the GPU's context. No other work may be started meanwhile. `close`
-        frees the private memory.
+        Waits for all work of the GPU's context. Start no other work meanwhile. `close` frees the
+        private memory.
 
         Raises:
             UnsupportedError: The backend cannot put other memory at this address.
@@ -212,12 +212,12 @@ class IpcOpener:
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
         """Map a single extent and return its address.
 
-        The descriptor of the extent is that of an IPC ticket, a file from which the handle and the
-        size of the memory are read. `access` is ignored.
+        The extent's descriptor is that of an IPC ticket, a file with the handle and the size of the
+        memory. `access` is ignored. Several extents cannot lie side by side, because the driver
+        chooses the addresses.
 
         Raises:
-            UnsupportedError: There are several extents. They cannot lie side by side, because the
-                driver chooses the addresses.
+            UnsupportedError: There are several extents.
             NotSealedError: The ticket is for less memory than the extent.
         """
         if len(extents) != 1:
@@ -257,11 +257,19 @@ class IpcOpener:
         )
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Raise UnsupportedError, as `unmap` does."""
+        """Raise UnsupportedError, because CUDA IPC cannot map memory at its old address again.
+
+        Raises:
+            UnsupportedError: Always.
+        """
         self.unmap(address, extents)
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Raise UnsupportedError, as `unmap` does."""
+        """Raise UnsupportedError, because `unmap` keeps no address range that could be released.
+
+        Raises:
+            UnsupportedError: Always.
+        """
         self.unmap(address, extents)
 
 
@@ -269,7 +277,7 @@ def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
     """Return the opener for the memory of a manager whose `backend` is `vmm` or `ipc`.
 
     Raises:
-        UnsupportedError: The backend is another one, which lends no GPU memory.
+        UnsupportedError: `backend` is another one. Other backends lend no GPU memory.
     """
     if backend == "vmm":
         return VmmOpener(driver, device)

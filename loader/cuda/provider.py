@@ -82,8 +82,8 @@ class GpuProvider:
     ) -> list[DeviceResident | None]:
         """Look up residents; return them in order, or None for each miss. No tensor data is read.
 
-        This process is searched first and then, unless `ask_manager` is False, the memory manager.
-        Keep the results alive until they are used, because the tables hold them weakly.
+        This process is searched first. If `ask_manager` is True, the memory manager is then asked
+        for what is missing. Keep references to the results, because the tables hold only weak ones.
         """
         found = [self._in_this_process(each) for each in queries]
         if not ask_manager:

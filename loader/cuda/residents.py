@@ -100,7 +100,7 @@ class DeviceResident:
     def leaf_shared_bytes(self) -> int:
         """The number of the tensor's bytes that were resident before it was built.
 
-        It is 0 unless the tensor consists of blocks (`TensorInBlocks`).
+        It is always 0 for a tensor that does not consist of blocks.
         """
         return 0
 
@@ -123,10 +123,9 @@ class Views:
         self._lock = threading.Lock()
 
     def tensor(self, resident: DeviceResident) -> torch.Tensor:
-        """Return `resident` as a tensor in this model's mapping, which is made if necessary.
+        """Return `resident` as a tensor in this model's mapping of it, which is made if necessary.
 
-        The memory is read-only: after a kernel writes to it, this process can no longer use the
-        GPU.
+        The memory is read-only. If a kernel writes to it, this process can no longer use the GPU.
 
         Raises:
             BackendError: The resident cannot be mapped; load the tensor privately.
@@ -185,9 +184,10 @@ class Views:
 class DeviceRequest:
     """A tensor to make resident on a GPU: its recipe, its key, and a function that writes it.
 
-    `write(address)` writes the tensor on any stream of the current context. If the key's digest is
-    "", `write` must return the tensor's digest. Otherwise it may return None or "". `copy` is the
-    replica number: residents with equal keys and different numbers have separate memory.
+    - `write(address)` writes the tensor on any stream of the current context. If the key's digest
+      is "", `write` must return the tensor's digest. Otherwise it may return None or "".
+    - `copy` is the replica number: residents with equal keys and different numbers have separate
+      memory.
     """
 
     recipe: str

@@ -86,11 +86,11 @@ class SharedGpu:
     def find(
         self, wanted: Sequence[ReplicaKey], manager: DeviceManagerResidents
     ) -> list[DeviceResident | None]:
-        """Look up residents in this process, and the missing ones in the manager.
+        """Look up residents in this process, and the missing ones in the memory manager.
 
         Returns them in the order of `wanted`, with None for each that was not found. The manager is
-        not asked for residents that it cannot have. These are residents with a replica number other
-        than 0, and tensors that were cast, whose digests are not hashes of their bytes.
+        asked only for residents that it can have: those with the replica number 0 and a digest that
+        is a hash of the tensor's bytes.
         """
         found = [self._residents.get(each) for each in wanted]
         asked = [
@@ -115,12 +115,13 @@ class SharedGpu:
         """Return a resident for each (key, recipe, writer), and whether this call wrote it.
 
         The results are in the order of `wanted`. Missing residents are put into the manager's
-        memory or, if it does not take them, into memory of this process. A large tensor whose
-        writer is a `TensorWriter` is built of blocks (pieces of 16 MiB), and only the blocks that
-        are not resident are written. `log` is the load's `BlockLog`.
+        memory or, if it does not take them, into memory of this process. If the writer of a large
+        tensor is a `TensorWriter`, the tensor is built of blocks (pieces of 16 MiB) if possible,
+        and only the blocks that are not resident are written. `log` is the load's `BlockLog`.
 
         Raises:
-            BackendError: The GPU has no room, or its driver refuses; keep the tensors private.
+            BackendError: The GPU has no room, its driver refuses, or a tensor has changed since it
+                was hashed; keep the tensors private.
         """
         with self._lock:
             found: dict[int, tuple[DeviceResident, bool]] = {}
@@ -250,9 +251,9 @@ class SharedGpu:
         return self._local.put([request])[0] if lent is None else lent[0]
 
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
-        """Register `resident` under the replica key `known`, unless the key is taken.
+        """Register `resident` under the replica key `known`, and return it.
 
-        Returns the resident that is registered now.
+        If another resident is registered under this key already, that one is kept and returned.
         """
         with self._lock:
             first = self._residents.setdefault(known, resident)
@@ -271,7 +272,7 @@ class SharedGpu:
         return self._blocks.get(digest)
 
     def views_of(self, model: nn.Module) -> Views:
-        """Return the `Views` of `model`, which has its own mapping of every resident that it uses.
+        """Return the `Views` of `model`: its own mappings of the residents that it uses.
 
         The first call for a model creates the object, without any mappings.
         """
@@ -379,9 +380,9 @@ def _nbytes(key: ResidentKey) -> int:
 class LocalDevice:
     """Residents that this process builds on one GPU without a memory manager.
 
-    Once written, the residents are read-only in this process, too. Their memory is freed when its
-    last mapping ends. Safe from any thread; calls of `put` run one at a time. After a BackendError,
-    load the tensors privately.
+    After it is written, a resident is mapped read-only. Its memory is freed when the last mapping
+    ends. Safe from any thread; calls of `put` run one at a time. After a BackendError, load the
+    tensors privately.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -399,10 +400,9 @@ class LocalDevice:
         self._lock = threading.Lock()
 
     def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
-        """Return the resident with this `key` and replica number, or None.
+        """Return the resident with this `key` and the replica number `copy`, or None.
 
-        `copy` is the replica number. The table keeps no reference to the resident, so the caller
-        must.
+        Keep a reference to the result, because the table keeps none.
         """
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)

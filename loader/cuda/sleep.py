@@ -1,7 +1,7 @@
 """Sleep mode on a GPU: shared weights are unmapped and, if no model uses them, moved to the host.
 
-The weights lie in slabs, pieces of GPU memory that several models can map. Leases hold the tensors
-at every moment, so no tensor is lost if another process ends:
+The weights lie in slabs, pieces of GPU memory that several models can map. At every moment, each
+tensor is held on the GPU or in host memory, so no tensor is lost if another process ends:
 
 1. `sleep` takes new leases, which tell the memory manager that their holder sleeps (`standby`), and
    unmaps the slabs. The addresses of the slabs stay reserved.
@@ -10,8 +10,8 @@ at every moment, so no tensor is lost if another process ends:
 3. `wake` maps the slab at its old address again. If the slab is no longer on the GPU, a slab with
    the same layout from another engine is used, or a new one is filled from host memory.
 
-A slab that cannot be unmapped stays mapped and is reported. A copy that fails is tried again if
-that may help. A slab that cannot be mapped again stays asleep.
+After a failure, a slab stays as it was: mapped if it cannot be unmapped, on the GPU if it cannot be
+copied, and asleep if it cannot be mapped again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ _FINAL: Final = ("mismatch", "no_room")  # refusals that the next try would meet
 
 @dataclass(slots=True)
 class SleepReport:
-    """The result of `SleepingModel.sleep`, in bytes of slabs.
+    """The result of `SleepingModel.sleep`. Sizes are in bytes.
 
-    `unmapped` bytes are no longer mapped here, and `copied` bytes were written to host memory. A
-    slab that a model awake uses is not copied and stays on the GPU. `reasons` says why slabs could
-    not be copied or unmapped.
+    - `unmapped` is the size of the slabs that the model no longer maps.
+    - `copied` is the size of the tensors that were written to host memory. A slab that a model
+      awake uses stays on the GPU and is not copied.
+    - `reasons` says why slabs could not be unmapped or copied.
     """
 
     unmapped: int = 0
@@ -159,12 +160,12 @@ class SleepingModel:
         return SleepingMapping(mapping, slabs, (sleepers[0].known, first.leaves))
 
     def settle(self) -> list[str]:
-        """Copy sleeping slabs that no model awake uses any more to host memory.
+        """Copy sleeping slabs that no model awake uses any more from the GPU to host memory.
 
-        Returns the reasons why slabs could not be copied. While slabs sleep on the GPU, a
-        background thread calls this method every second; after failures the pause grows to 30 s at
-        most. A slab that the manager has no room for, or whose bytes do not have their digest, is
-        not tried again until the model has woken.
+        Returns the reasons why slabs could not be copied. A background thread calls this method
+        again and again while slabs sleep on the GPU. If the manager of host memory has no room for
+        a slab, or refuses its bytes because they do not have their digest, the slab is not tried
+        again until the model has woken.
         """
         reasons = []
         with self._lock:
@@ -240,8 +241,8 @@ class SleepingModel:
     def still_settling(self) -> bool:
         """Return whether the background thread that calls `settle` should go on.
 
-        Returns False if no sleeping slab is left to copy to host memory. The thread then counts as
-        ended, and a later `sleep` or failed `wake` may start another.
+        If no sleeping slab is left to copy to host memory, the result is False, and the thread must
+        end.
         """
         with self._lock:
             if not self._waiting():

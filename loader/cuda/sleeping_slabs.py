@@ -35,8 +35,9 @@ class SleepingTensor(NamedTuple):
 class SleepingSlab:
     """One slab of a sleeping model: its size in bytes, and its tensors in the order of offsets.
 
-    While `held` is not empty, the residents in it keep the tensors on the GPU. Otherwise `backup`
-    maps each digest to a lease on a copy in host memory.
+    - `held` has the residents that keep the tensors on the GPU. It is empty once the tensors have
+      been copied to host memory.
+    - `backup` then maps each digest to a lease on the copy.
     """
 
     nbytes: int
@@ -70,11 +71,12 @@ class SleepingSlab:
 
 @dataclass(eq=False)
 class SleepingMapping:
-    """A sleeping mapping and the slabs to map there again.
+    """An unmapped address range of a sleeping model, and the slabs to map there again.
 
-    `slabs` has a single slab, or one slab for each block (16 MiB) of a large tensor, in order. A
-    block that occurs twice in the tensor is listed twice, as the same object. `tensor` is the
-    replica key and the leaf digests of the large tensor, and None for a single slab.
+    - `slabs` has a single slab, or one slab for each block (16 MiB) of a large tensor, in order. A
+      block that occurs twice in the tensor is listed twice, as the same object.
+    - `tensor` is the replica key and the leaf digests of the large tensor, or None for a single
+      slab.
     """
 
     mapping: DeviceMapping
@@ -88,7 +90,7 @@ class SleepingMapping:
     def residents(
         self, found: dict[SleepingSlab, list[DeviceResident]]
     ) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Return the tensors behind the mapping: each replica key with its resident.
+        """Return the replica key and the resident of each tensor in the mapping.
 
         `found` maps each slab to the residents that have its tensors on the GPU.
         """

@@ -1,8 +1,8 @@
-"""The GPU memory that a sleeping model still holds, by stand-by leases of the GPU's memory manager.
+"""The GPU memory that a sleeping model still holds.
 
-A lease keeps its tensor in memory. A stand-by lease tells the manager, in addition, that its holder
-sleeps. The manager then answers which of the tensors are also leased by engines that are awake.
-Without a manager, the memory belongs to this process.
+A lease of the GPU's memory manager keeps a tensor in memory. A stand-by lease tells the manager, in
+addition, that its holder sleeps. The manager then answers which of the tensors are also leased by
+engines that are awake. Without a manager, the memory belongs to this process.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class StandbyMemory:
         self._checkpoint: Final = checkpoint
 
     def hold(self, residents: dict[SleepingSlab, list[DeviceResident]]) -> None:
-        """Hold the tensors of these slabs on the GPU while the model sleeps.
+        """Keep the tensors of slabs on the GPU while the model sleeps. Sets `held` of each slab.
 
-        `residents` maps each slab to its tensors on the GPU. For slabs that the manager lends, this
-        takes stand-by leases on the tensors. Slabs that this process allocated without a manager
-        are held by their residents. Sets `held` of each slab.
+        `residents` maps each slab to its tensors on the GPU.
+
+        - If the memory manager lends a slab, this takes stand-by leases on the tensors.
+        - If this process allocated a slab by itself, the residents keep it on the GPU.
 
         Raises:
             MemoryManagerError: The manager does not answer, or now has a tensor in another slab.
@@ -145,12 +146,14 @@ class StandbyMemory:
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Find or put a slab with the layout of `slab` in the manager, and return its tensors.
+        """Return the tensors of `slab` in GPU memory with the same layout that the manager lends.
 
-        If another engine has put such a slab already, that slab is used. Otherwise a new slab is
-        put and filled by `restore`, and other engines can use it when they wake. Returns None
-        without a manager, or if the manager fails, has no room, or has the tensors in another
-        layout.
+        If another engine has put such a slab already, it is used. Otherwise a new slab is
+        put and filled by `restore`, and other engines can use it when they wake. Returns None in
+        these cases:
+
+        - There is no manager, or it fails or has no room.
+        - The manager has the tensors in another layout.
         """
         if self._memory is None:
             return None
@@ -195,11 +198,11 @@ class StandbyMemory:
         return self._as_laid_out(slab, leases)
 
     def publish(self, resident: DeviceResident) -> None:
-        """Publish the record of `resident`, a tensor in blocks, after its memory was evicted.
+        """Publish which blocks `resident` consists of, so that other engines find it again.
 
-        The record lists the blocks (pieces of 16 MiB). With it, other engines find the tensor by
-        its digest again. Does nothing without a manager, or if the tensor is not in blocks. Errors
-        are only logged.
+        The manager forgets the list of a tensor's blocks (pieces of 16 MiB) when it evicts one of
+        them. Does nothing without a manager, or if `resident` is not in blocks. Errors are only
+        logged.
         """
         if self._session is None or not isinstance(resident, TensorInBlocks):
             return

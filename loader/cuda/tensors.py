@@ -1,8 +1,8 @@
 """Create torch tensors over memory that other code has mapped, without a copy.
 
-torch accepts a foreign GPU address only through DLPack, with a deleter that is called when the last
-storage over the memory is gone. DLPack lacks some of torch's dtypes, so the memory is passed as
-bytes and then viewed with the real dtype.
+torch accepts a foreign GPU address only through DLPack, which calls a deleter when the last storage
+over the memory is gone. DLPack lacks some of torch's dtypes, so the memory is passed as bytes and
+then viewed with the real dtype.
 """
 
 import atexit

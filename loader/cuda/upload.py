@@ -1,8 +1,7 @@
 """Uploads to a GPU through a few page-locked buffers, with optional hashing.
 
-Page-locked memory is slow to allocate and fast to copy from, so a few buffers are allocated once
-and reused. While one buffer is being filled, others are hashed and are copied to the GPU on a
-separate stream.
+Page-locked memory is slow to allocate and fast to copy from, so the buffers are allocated once and
+reused. While one buffer is being filled, the others are hashed and copied to the GPU.
 """
 
 import os
@@ -68,9 +67,9 @@ class Uploader:
         """Return a function that uploads a range of the open file `fd` to a GPU address.
 
         The range has `nbytes` bytes from `start` on. The function returns the digest of the range,
-        or "" with `hashed=False`. The GPU may still be copying when the function returns;
-        `Gpu.fill` waits for that. The function raises ChangedFileError if the file is too short,
-        and OSError if it cannot be read.
+        or "" with `hashed=False`. It raises ChangedFileError if the file is too short, and OSError
+        if the file cannot be read. The GPU may still be copying when the function returns;
+        `Gpu.fill` waits for that.
         """
 
         return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)

@@ -31,10 +31,13 @@ _SMALL_BYTES = 64 << 10
 
 
 def slabs(sizes: Sequence[int]) -> list[list[int]]:
-    """Group the tensors of a layer into slabs; return, for each slab, the indices of its tensors.
+    """Group the tensors of a layer by size into slabs (pieces of shared memory).
 
-    `sizes` has the tensors' sizes in bytes. A tensor of 16 MiB or more has a slab of its own.
-    Tensors below 64 KiB share one slab, and those of sizes in between share another.
+    `sizes` has the tensors' sizes in bytes. Returns, for each slab, the indices of its tensors:
+
+    - Each tensor of 16 MiB or more has a slab of its own.
+    - The tensors from 64 KiB up to 16 MiB share one slab.
+    - The tensors below 64 KiB share another slab.
     """
     large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
     middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
@@ -43,14 +46,17 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Hash the tensors in `finals`, and find or build a resident with the bytes of each.
+    """Find by hash, or build, a resident (shared tensor) with the bytes of each tensor in `finals`.
 
-    Call it once for each group from `slabs`, because residents that one call builds share a slab.
+    Residents that one call builds lie in one slab, so call this once for each group from `slabs`.
     Returns a pair for each tensor, in order: the resident, and whether this call built it. The
     resident is None in two cases, and the session's ledger then has the reason:
 
     - There is no shared memory left.
     - A comparison shows that the resident has other bytes under the same digest.
+
+    Raises:
+        AuditError: The comparison was made for an audit, without `verify_bytes`.
     """
     wanted = []
     for _, tensor in finals:

@@ -3,10 +3,9 @@
 A write is kept as a *box*, a run of bytes that repeats along strided dimensions. So a column slice
 of a matrix with 150,000 rows is one box, not 150,000 intervals. Overlapping writes count once.
 
-If all boxes are plain runs, sorting them gives their union. Otherwise the storage is treated as a
-matrix whose rows have as many bytes as the largest stride, and each box is cut into pieces where
-rows end. Neighbouring rows often have the same pieces. Only one row of each such group is computed,
-in the same way, with smaller strides.
+To combine boxes, the storage is treated as a matrix whose rows have as many bytes as the largest
+stride, and the boxes are cut where rows end. Neighbouring rows that are covered alike are computed
+only once.
 
 If there are too many pieces (MAX_PIECES), only plain runs are counted. The answer may then be "not
 covered" although every byte was written. This prevents sharing but never gives wrong weights.
@@ -91,8 +90,8 @@ class Coverage:
     def complete(self) -> bool:
         """Return whether every byte was written.
 
-        True is always right. False may be wrong if the computation would need more than MAX_PIECES
-        pieces.
+        True is always right. If the computation would need more than MAX_PIECES pieces, the result
+        may be False although every byte was written.
         """
         if not self._complete:
             self._complete = not self.missing()
@@ -101,8 +100,8 @@ class Coverage:
     def missing(self) -> list[Interval]:
         """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        The ranges may include bytes that were written if the computation would exceed one of its
-        limits, MAX_PIECES and MAX_GAPS.
+        If the computation would exceed MAX_PIECES or MAX_GAPS, the ranges may include bytes that
+        were written.
         """
         if self._complete:
             return []

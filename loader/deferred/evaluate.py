@@ -98,12 +98,11 @@ class Scratch:
 
 
 class Evaluator:
-    """An evaluator that computes the bytes of one load's deferred tensors. For one thread.
+    """An evaluator that computes the bytes of one load's final tensors on the CPU. For one thread.
 
-    It works on the CPU. A source tensor that is copied whole, and only once, is read directly into
-    its destination. A source tensor that is used several times is read once, and kept until
-    `release` was called for every final tensor that uses it. `unhashed` has the ids of the source
-    tensors that are read without being hashed.
+    A source tensor (a tensor of the checkpoint) that is used several times is read once. It is kept
+    until `release` was called for every final tensor that uses it. `unhashed` has the ids of the
+    source tensors that are read without being hashed.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
@@ -144,11 +143,12 @@ class Evaluator:
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start in the background what `fill` does, and return whether this is possible.
+        """Start to compute the bytes of the storage of `view` in the background, if possible.
 
-        It is possible only if `view` consists of copies of whole source tensors that have no other
-        use. Otherwise the method does nothing and returns False. Call `SourceReader.settle` before
-        you use the bytes in `out`.
+        They are written to `out`, a flat uint8 tensor of at least the size of the storage. Returns
+        whether the computation was started. This is possible only if the storage consists of copies
+        of whole source tensors that have no other use. Call `SourceReader.settle` before you use
+        the bytes in `out`.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -162,9 +162,9 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the source tensor of which `view` is a whole copy.
+        """Return the source tensor of which `view` is a whole copy, if it has no other use.
 
-        Returns None if `view` is anything else, or if the source tensor has another use.
+        Returns None if there is no such source tensor.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)

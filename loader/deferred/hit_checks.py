@@ -37,16 +37,19 @@ class HitChecks:
     _rng: random.Random = field(default_factory=random.Random)
 
     def sampled(self) -> bool:
-        """Return whether to audit the current hit, decided at random with the probability `audit`.
+        """Decide at random, with the configured probability `audit`, whether to audit a hit.
 
-        Every call decides anew, so call it once for each hit.
+        A hit is a resident that a look-up has found. Call this once for each hit, because every
+        call decides anew.
         """
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def asked(self) -> bool:
-        """Return whether the current hit must be compared, for `verify_bytes` or an audit.
+        """Return whether a hit, a resident that a look-up has found, must be compared.
 
-        Every call may decide at random, as `sampled` does, so call it once for each hit.
+        With `verify_bytes`, every hit must be compared. Otherwise the method decides at random,
+        with the configured probability `audit`. Call it once for each hit, because every call
+        decides anew.
         """
         return self.config.verifies_bytes or self.sampled()
 
@@ -57,27 +60,30 @@ class HitChecks:
         tensor: torch.Tensor,
         shared: str = "the resident",
     ) -> bool:
-        """Return whether `resident` has the bytes of `tensor`, computed from the checkpoint.
+        """Compare `resident` with `tensor`, which was computed from the checkpoint.
 
-        Call it for hits that must be compared (see `asked`). With `verify_bytes`, bytes that differ
-        are a collision: it is counted, and the result is False. `name` is the tensor's name, and
-        `shared` describes the resident in error messages.
+        Returns True if the bytes are equal. If they differ and `verify_bytes` is on, a collision is
+        counted, and the result is False. `name` is the tensor's name, and `shared` describes the
+        resident in error messages.
 
         Raises:
-            AuditError: The bytes differ in an audit, without `verify_bytes`.
+            AuditError: The bytes differ, and `verify_bytes` is off.
         """
         return self._same(resident, tensor, name, shared, "the tensor made from its checkpoint")
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor, *, new: bool = False) -> bool:
         """Return whether `resident`, which was found by digest, may be used for `tensor`.
 
-        The result is False only if `verify_bytes` is on and the bytes differ, which is a collision.
-        Without `verify_bytes`, bytes are compared only for an audit. `new` says that the resident
-        has just been built from this tensor. A new resident is compared only if parts of it were
-        found by digest.
+        - With `verify_bytes`, the bytes are compared. If they differ, a collision is counted, and
+          the result is False.
+        - Without `verify_bytes`, the result is True. Calls that are selected at random for an audit
+          compare the bytes.
+
+        `new` says that the resident was just built from `tensor`. It is then compared only if it
+        lies on a GPU and has parts that were found by digest.
 
         Raises:
-            AuditError: The bytes differ in an audit, without `verify_bytes`.
+            AuditError: The bytes differ in an audit.
         """
         if new and not (isinstance(resident, DeviceResident) and resident.leaf_shared_bytes):
             return True

@@ -69,19 +69,24 @@ class KnownContents:
 
     @property
     def contents(self) -> list[Content]:
-        """The byte range of each part in the final tensor, with the digests of part and leaves."""
+        """The byte range of each part, with the digests of the part and of its leaves."""
         return [content for _, content in self.parts]
 
     def build(self, recipe: str, provider: HostProvider, reader: SourceReader) -> Resident | None:
-        """Build a resident from parts of other residents, and read only the remaining parts.
+        """Build a resident from parts of other residents, and read only the missing parts.
 
-        Returns None if no resident has a part of the tensor, the manager refuses, or this process
-        has too many mappings. Pass the result to `HostProvider.enter_known`, and call
-        `HostProvider.end_known` in any case, also after an error.
+        Returns None in these cases:
+
+        - No resident has a part of the tensor that is worth sharing.
+        - The memory manager refuses the tensor.
+        - This process has too many mappings.
+
+        Pass the result to `HostProvider.enter_known`. Always call `HostProvider.end_known` at the
+        end, also after an error.
 
         Raises:
             StaleHintError: A part that was read does not have its remembered digest.
-            SharedMemoryError: There is no memory for the remaining parts.
+            SharedMemoryError: There is no memory for the missing parts.
         """
         contents = self.contents
 

@@ -117,9 +117,9 @@ _SECRET: Final = re.compile(
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return those of `variables` that may affect weights, without secrets, sorted by name.
+    """Return the environment variables that may affect weights, without secrets, sorted by name.
 
-    `variables` defaults to the environment of this process.
+    They are selected from `variables`, by default the environment of this process.
     """
     variables = os.environ if variables is None else variables
     return {

@@ -52,17 +52,16 @@ class SourceLocation:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LayerRecord:
-    """The final tensors of one processed layer, and the plain attributes that processing set.
+    """The result of processing one layer: its final tensors, and the attributes that were set.
 
     - `key` and `preimage` are the layer key: its digest, and the text that was hashed.
     - `residents` maps the name of each parameter to its resident (the shared tensor) and the
       parameter's class.
-    - `opaque` is a weak reference to the kernel's function or handler that holds a packed weight.
-      Packed weights cannot be mapped, so layers share this object instead. The object holds this
-      record, and both are freed with the last layer that uses them.
+    - `opaque` is a weak reference to the object that holds a packed weight. Packed weights cannot
+      be mapped, so layers share this object instead. The object keeps this record alive.
     - `opaque_bytes` and `plain_name` are the size and the digest of the weight before packing.
     - `origins` are the places from which the source tensors were read.
-    - `aliases` are records of other recipes that give equal bytes. This record keeps them alive.
+    - `aliases` are records with other recipes and equal bytes. This record keeps them alive.
     """
 
     key: str
@@ -84,8 +83,9 @@ class OriginGoneError(TensorDedupError):
 def same_source_bytes(
     mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
 ) -> tuple[bool, int]:
-    """Compare the source tensors `mine` byte by byte with `donor`, the source tensors of a record.
+    """Compare the source tensors of a new layer byte by byte with those of a layer record.
 
+    `mine` are the tensors of the new layer, and `donor` has the places of the record's tensors.
     Returns whether all are equal, and the number of bytes read. The comparison ends at the first
     difference.
 
@@ -145,11 +145,11 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return the structure of the recipes of `parameters`, and the locations of the source tensors.
+    """Return a text that identifies how `parameters` are computed, and their sources' locations.
 
-    Layers with equal structures compute their tensors in the same way, perhaps from other bytes. To
-    make the structure independent of the bytes, the recipes are hashed with numbers in place of the
-    source tensors' digests. The locations are in the order of these numbers.
+    The text consists of hashes of the recipes, with numbers in place of the source tensors'
+    digests. So layers that compute their tensors in the same way have equal texts, even if their
+    bytes differ. The locations of the source tensors are in the order of the numbers.
     """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}

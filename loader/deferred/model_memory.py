@@ -29,8 +29,8 @@ class ModelMemory:
     """The memory of one model that is being loaded. For one thread.
 
     Its methods give each final tensor memory in the model, and record in the ledger whether the
-    memory is shared. `own` has the residents and layer records that this load has made. If another
-    parameter of the same model uses one of them, this does not count as sharing.
+    memory is shared. `own` has the residents and layer records that this load has made. A tensor
+    that uses one of these does not count as shared.
     """
 
     evaluator: Evaluator
@@ -89,9 +89,9 @@ class ModelMemory:
     ) -> None:
         """Record the final tensor `name` in the ledger, with its size and source tensors.
 
-        `used` is the resident or layer record whose memory the tensor uses, or None. `made` says
-        that the memory was filled just now. The tensor counts as shared if `used` is given and this
-        load did not build it, just now or earlier.
+        `used` is the resident or layer record whose memory the tensor uses, or None for private
+        memory. `made` says that this load has just filled the memory. The tensor counts as shared
+        if it uses a resident or record that this load did not build.
         """
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)

@@ -65,11 +65,12 @@ class DeferredParameter:
 
 
 def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
-    """Make the parameters of `model` deferred tensors; return them by id of the parameter.
+    """Replace the tensors of a model's parameters by deferred tensors, which have no memory.
 
-    Parameter objects stay the same, because vLLM and others hold references to them. Parameters
-    that share a storage still share one. A parameter stays real if a buffer or another tensor
-    attribute of a module is a view of its storage, because later writes would not reach that view.
+    Returns the deferred parameters by id of the parameter. The parameters remain the same objects,
+    and those that share a storage still share one. A parameter keeps its real memory if a buffer or
+    another tensor attribute of a module is a view of its storage. That view would not see later
+    writes to a deferred tensor.
     """
     viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
@@ -124,8 +125,8 @@ def settle_strays(
 ) -> None:
     """Give real, private memory to the deferred tensors of `model` that are not parameters.
 
-    These are buffers, and tensors that modules have as attributes. `evaluate` returns the content
-    of a view as a tensor.
+    Deferred tensors have no memory. Those that are not parameters are buffers or other attributes
+    of modules. `evaluate` returns the content of a view as a tensor.
 
     Raises:
         UntraceableError: A module has a deferred tensor inside a list or another container, where

@@ -62,8 +62,8 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 def needs_base(storage: VirtualStorage, version: int) -> bool:
     """Return whether the bytes after `version` writes depend on the storage's initial content.
 
-    Only the writes that `live_writes` returns count. The result is False if they replace every byte
-    before one of them reads old bytes, as `add_` does.
+    They do not depend on it if the writes replace every byte before one of them reads old bytes, as
+    `add_` does.
     """
     if version == 0:
         return storage.nbytes > 0
@@ -297,7 +297,7 @@ def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def drop_what_is_overwritten(views: Sequence[View]) -> None:
-    """Free the initial content of the storages of `views` where no recipe needs it."""
+    """Free the initial content of those storages of `views` that are overwritten before any use."""
     mentioned = {id(mention.storage) for view in views for mention in references(view)}
     for view in views:
         storage = view.storage
@@ -321,9 +321,11 @@ class StorageRange(NamedTuple):
 def parts_of(view: View) -> list[StorageRange]:
     """Divide the storage of `view` into the ranges that single writes fill; return them in order.
 
-    `view` covers its whole storage. The storage is divided only if all writes are contiguous,
-    ignore the old bytes, and fill the storage without gap or overlap. Otherwise the result is one
-    range, the whole storage.
+    `view` must cover its whole storage. The result is one range, the whole storage, if the storage
+    cannot be divided. It can be divided under these conditions:
+
+    - Every write is contiguous and ignores the old bytes.
+    - The writes fill the storage without gap or overlap.
     """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]
@@ -366,9 +368,13 @@ def composite_digest(
 ) -> str:
     """Return a name for the content of `view`, derived from the digests of its parts.
 
-    `data` has the bytes of `view`. A part that is a whole source tensor is named by the digest of
-    that tensor, if known. Other parts are hashed with `digest`. Without `trusted`, all parts are
-    hashed. If there is only one part, the result is the digest of that part.
+    Parts are the ranges that single writes fill, and `data` has the bytes of `view`.
+
+    - With `trusted`, a part that is a whole source tensor with a known digest is named by that
+      digest.
+    - All other parts are hashed with `digest`.
+
+    If there is only one part, the result is the digest of that part.
     """
     names = []
     for part in parts_of(view):

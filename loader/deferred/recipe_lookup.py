@@ -64,8 +64,8 @@ class RecipeLookup:
     def take(self, each: DeferredParameter) -> AnyResident | None:
         """Return the resident for the parameter `each`, or None if there is none.
 
-        The resident was found by `find`, or has been registered in this process since then. The
-        look-up does not keep it alive any more.
+        The resident was found by `find`, or has been registered in this process since then. From
+        now on the caller must keep the resident alive.
         """
         return self._hits.pop(id(each), None) or self._made_meanwhile(each)
 

@@ -128,10 +128,10 @@ class LoadSession:
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Return the name for the content of parameter `each`, as `composite_digest` computes it.
+        """Return a digest for the content of the parameter `each`, derived from those of its parts.
 
         `tensor` has the parameter's bytes. With `trusted`, parts that are whole source tensors are
-        named by the digests of those tensors. Without `trusted`, all bytes are hashed.
+        not hashed again if their digests are known. Without `trusted`, all bytes are hashed.
         """
         view = each.require_view()
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
@@ -143,8 +143,9 @@ class LoadSession:
     ) -> None:
         """Install `parameters` in the model, shared if possible and otherwise private.
 
-        Parameters that are installed already are skipped. If `parameters` has one element, `made`
-        may be its computed content. The caller still passes `made` to `give_back`.
+        Parameters that are installed already are skipped. If `parameters` is a single parameter
+        whose content was computed already, pass the content as `made`. The caller must still give
+        `made` back with `give_back`.
         """
         if made is None:
             self.lookup.find(parameters)

@@ -57,8 +57,8 @@ class SharingPlan:
     def must_be_read(self, each: DeferredParameter) -> bool:
         """Return whether all sources of the final tensor `each` have to be read to share it.
 
-        This is so if none of the sources has a known digest. The result is False for a tensor that
-        stays private or is installed already.
+        The result is True for a tensor that is to be shared, is not installed yet, and has no
+        source with a known digest.
         """
         if each.installed or not each.sources or self.reason(each) is not None:
             return False

@@ -31,7 +31,7 @@ class ExpressionKind(enum.Enum):
 
 
 class Target(enum.Enum):
-    """The placeholder for the written tensor in the recorded arguments of a write."""
+    """A placeholder in a recorded write: `HERE` stands for the tensor that is written to."""
 
     HERE = 0
 
@@ -106,9 +106,10 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """A recorded operation whose output number `index` is the initial content of a new storage.
+    """A recorded operation whose output is the initial content of a new storage.
 
-    `layout` is that output as a view of the storage.
+    `index` tells which output it is, if the operation has several. `layout` is the output as a view
+    of the storage.
     """
 
     func: torch._ops.OpOverload
@@ -156,10 +157,10 @@ class VirtualStorage:
 
 
 class Reach(NamedTuple):
-    """Everything that a recipe refers to, in order.
+    """The storages and views to which a recipe refers, in the recipe's order.
 
-    `storages` has each storage, with its version, once. `mentioned` has each view as often as the
-    recipe refers to it.
+    `storages` has pairs of a storage and a version, each once: the recipe uses the storage as it
+    was after so many writes. `mentioned` has each view as often as the recipe refers to it.
     """
 
     storages: list[tuple[VirtualStorage, int]]
@@ -186,11 +187,11 @@ def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
     """Return the tensor that lies at `place` in the bytes of `source`, as a view of `source`.
 
-    `source` is a deferred, contiguous tensor that stands for a source tensor. In files of
-    `torch.save`, several tensors of a checkpoint may lie in the bytes of one source tensor.
+    In files of `torch.save`, the bytes of one source tensor may hold several tensors. `source` is
+    the contiguous, deferred tensor that stands for all these bytes.
 
     Raises:
-        UnsupportedError: The tensor is stored conjugated or negated, so it is not a view.
+        UnsupportedError: The tensor is stored conjugated or negated.
     """
     if place.lazy:
         raise UnsupportedError(

@@ -73,10 +73,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 class Tracer:
     """The tracer of one load, with all its deferred storages. For one thread.
 
-    `evaluate` computes a view as a real CPU tensor, for operations that depend on data.
-    `data_reads` names the operations that were executed for this reason. `device` replaces the
-    "meta" device: if loading code creates a tensor on the device of a deferred parameter, which is
-    "meta", the tensor is created on `device` instead.
+    - `evaluate` computes a deferred tensor as a real CPU tensor, for operations that need its data.
+    - `data_reads` names the operations that needed data.
+    - `device` is where tensors are created if loading code asks for the "meta" device, which is the
+      device of deferred parameters.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
@@ -134,7 +134,7 @@ class Tracer:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Context manager: while it is active, `recording` allows the start of threads.
+        """Context manager: while it is active, threads may be started in spite of `recording`.
 
         It is for code of this package, which may hash in a thread pool.
         """
@@ -162,7 +162,7 @@ class Tracer:
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` with the tracer's `device` in place of `device="meta"`, if given."""
+        """Return `kwargs` with the tracer's `device` in place of the device "meta"."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return kwargs

@@ -2,9 +2,9 @@
 
 A *resident* is an immutable tensor in memory that models share; it lies in a *slab*, a piece of
 shared memory. Usually a parameter is hashed first, and is copied into a slab only if no resident
-has its bytes. If no resident from before the load has its dtype, shape and stride, the parameter is
-copied and hashed in one pass where possible. Files are read, and not accessed through their
-mappings, where each page fault would wait for the disk.
+has its bytes. If no resident from before the load has the parameter's dtype, shape and stride, it
+is copied and hashed in one pass where possible. Parameters that are mapped from files are read from
+the files, because page faults on the mappings would wait for the disk one by one.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class DedupContext:
 
     - `files` has the mapped files, or is None if remembered digests of files are of no use, for
       example after a cast.
-    - `built` has the residents that this load built.
+    - `built` has the residents (shared tensors) that this load built.
     - `accounted` has the residents of `built` that the report counts already.
     - `resident_before` has the dtype, shape and stride of each resident that existed before the
       load.
-    - `remembered` counts the tensors whose digests were remembered, and `unknown` counts the
-      others.
+    - `remembered` counts the tensors whose digests were remembered, and `unknown` counts those
+      whose digests were not.
     """
 
     config: TensorDedupConfig
@@ -127,7 +127,7 @@ class DedupContext:
 class DedupCandidate:
     """A parameter to share.
 
-    `data` is the parameter's tensor at the time it was chosen. `file_range` is the range of the
+    `data` is the parameter's tensor when the parameter was chosen. `file_range` is the range of the
     file from which the tensor is mapped, or None.
     """
 
@@ -144,10 +144,10 @@ class DedupCandidate:
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A resident to build, because none has the bytes of the parameter `candidate`.
+    """A resident (shared tensor) to build, because no existing one has the bytes of `candidate`.
 
-    `replica` is the number of the resident among those with equal bytes; equal tensors of one model
-    get different residents. `number` is the parameter's index in the batch.
+    `replica` tells residents with equal bytes apart: equal tensors of one model get different ones.
+    `number` is the parameter's index in the batch.
     """
 
     candidate: DedupCandidate
@@ -157,16 +157,16 @@ class MissingResident:
 
 
 def content_recipe(key: ResidentKey) -> str:
-    """Return a recipe that identifies a tensor by its content only: its resident key `key`."""
+    """Return the recipe that identifies a tensor by its resident key alone, not by its origin."""
     return f"content:{key}"
 
 
 class HashBatch:
     """A batch of parameters that are hashed together. For one thread.
 
-    Call `begin`, then `digests`, and then `build` for the parameters without a resident. From
-    `begin` until `digests` or `abandon` returns, threads of the hash pool read the memory and the
-    files of the parameters.
+    Call `begin`, then `digests`, and then `build` for the parameters that have no resident yet.
+    From `begin` until `digests` or `abandon` returns, other threads read the memory and the files
+    of the parameters.
     """
 
     def __init__(
@@ -223,7 +223,8 @@ class HashBatch:
     def leaves(self, number: int) -> Sequence[bytes]:
         """Return the leaf digests of candidate `number`. Call it after `digests`.
 
-        The result is empty unless the candidate is large and mapped from a file.
+        The result is empty for a candidate that is small (below 8 MiB) or not mapped from a file,
+        and if the hash algorithm is not BLAKE3.
         """
         return self._sources[number].leaves or ()
 
@@ -314,8 +315,8 @@ def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
 class SourceBytes:
     """The bytes of a tensor in memory, and the file range from which the tensor is mapped, if any.
 
-    `leaves` is a list that hashing fills with the leaf digests. It is None unless the tensor is
-    large and mapped from a file.
+    If the tensor is mapped from a file and has 8 MiB or more, hashing with BLAKE3 adds the leaf
+    digests to the list `leaves`. For other tensors, `leaves` is None.
     """
 
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
@@ -328,7 +329,8 @@ class SourceBytes:
     def misalignment(self) -> int:
         """The tensor's address modulo 64 bytes.
 
-        Copies have the same value, because compute kernels may round differently with another one.
+        The address of a copy must have the same remainder, because compute kernels may otherwise
+        round differently.
         """
         return self.tensor.data_ptr() % ALIGNMENT
 
@@ -371,8 +373,7 @@ class SourceBytes:
 class SlabFill:
     """A slab that threads of the hash pool fill with the tensors of one batch. For one thread.
 
-    Some tensors that are copied turn out to be resident already. `seal` frees the memory of their
-    copies.
+    If a copied tensor turns out to be resident already, `seal` frees the memory of the copy.
     """
 
     def __init__(self, sources: Sequence[SourceBytes], copied: Collection[int]) -> None:
@@ -389,9 +390,10 @@ class SlabFill:
         self._starts: dict[int, int] = {}
 
     def begin(self, begun: dict[int, Future[str]]) -> None:
-        """Start to copy and hash the sources; put futures of the digests into `begun`, by index.
+        """Start to copy and hash the sources that the constructor got as `copied`.
 
-        Call no other method until all of these futures are done.
+        Puts a future of each digest into `begun`, by the index of the source. Call no other method
+        until all of these futures are done.
 
         Raises:
             OutOfMemoryError: There is no memory for a copy.

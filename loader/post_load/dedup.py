@@ -78,10 +78,10 @@ class _Found(NamedTuple):
 class ModuleDedup:
     """The deduplication of one model. For one thread that holds the process-wide load lock.
 
-    Two parameters of the model never get the same resident, unless the model ties them. Parameters
-    passed to `note` are read in the background while the loader continues, so call `settle` or
-    `abandon` before the mapped files in `context` are closed. No thread may write to the parameters
-    while a method runs.
+    Parameters passed to `note` are read in the background while the loader continues, so call
+    `settle` or `abandon` before the mapped files in `context` are closed. No thread may write to
+    the parameters while a method runs. Two parameters of the model share memory only if the model
+    ties them.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -143,7 +143,7 @@ class ModuleDedup:
         self._end()
 
     def abandon(self) -> None:
-        """Wait until no thread reads parameters any more; those not shared yet stay private.
+        """Wait until no thread reads parameters any more. Parameters not shared yet stay private.
 
         A forked child does not wait, because only its parent has these threads.
         """
@@ -155,7 +155,7 @@ class ModuleDedup:
         self._unchecked.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
-        """Share those parameters of the model that are private and whose ids are in `parameters`.
+        """Share the private parameters of the model whose ids are in `parameters`.
 
         The model must be complete. The ledger is not filled.
         """

@@ -59,10 +59,10 @@ def note_first_name(resident: Resident, name: str) -> None:
 
 
 def note_root(root: nn.Module) -> None:
-    """Record `root` as the model to which its modules belong, for `root_module`.
+    """Record `root` as the model that `root_module` returns for each module in it.
 
-    A module keeps the model that was recorded earlier, unless that model is a part of `root` or is
-    gone.
+    A module that is recorded for another model keeps that record if the other model still exists
+    and is not a part of `root`.
     """
     parts = set(root.modules())
     for part in parts:
@@ -75,8 +75,8 @@ def root_module(part: nn.Module) -> nn.Module:
     """Return the model that `note_root` has recorded for the module `part`.
 
     Returns `part` itself if no model was recorded or the model is gone. When a part of a model is
-    shared by itself, this is how the memory of the other parts is found. Two parts of a model must
-    not get the same memory.
+    shared by itself, it must not get the memory of another part. With this function, the other
+    parts are found.
     """
     known = _root(part)
     return part if known is None else known
@@ -88,10 +88,10 @@ def _root(part: nn.Module) -> nn.Module | None:
 
 
 class ReplicaAssigner:
-    """The assigner of replica numbers to the parameters of one model. For one thread.
+    """The assigner of replicas (residents with equal bytes) to the parameters of one model.
 
-    Two parameters with the same resident key get different numbers. `taken` has the replicas that
-    parameters of the model use already.
+    Replicas are numbered from 0, and equal parameters get different numbers. `taken` has the
+    replicas that parameters of the model use already. For one thread.
     """
 
     def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
@@ -145,9 +145,10 @@ class ReplicaAssigner:
     ) -> None:
         """Exchange replicas between parameters with equal bytes, by the parameters' names.
 
-        A parameter gets the replica that was built for its name, if there is one. The remaining
-        replicas are assigned in the order of `named`. `named` has all parameters of the model by
-        name. `shares` maps the id of a shared parameter to its share, which is updated.
+        A parameter gets the replica that was built for its name, if there is one. The other
+        parameters get the remaining replicas in the order of `named`, which has all parameters of
+        the model with their names. `shares` maps the id of a shared parameter to its share, which
+        is updated.
         """
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
-    """Build a resident for `candidate` from leaves of other residents; read only the rest.
+    """Build a resident for `candidate` from leaves of other residents; read only the missing ones.
 
     Pass the result to `HostProvider.enter_known`, which registers it. Call `HostProvider.end_known`
     in any case, also after an error.

@@ -65,17 +65,23 @@ class FileRange(NamedTuple):
 
     @property
     def remembered(self) -> str | None:
-        """The digest that a hint gives for the range, or None."""
+        """The remembered digest (hint) of the range, or None."""
         return self.file.known.get((self.start, self.nbytes))
 
     @property
     def remembered_leaves(self) -> tuple[str, ...]:
-        """The digests that hints give for the leaves of the range; empty unless all are known."""
+        """The remembered digests (hints) of all leaves of the range, or () if one is unknown.
+
+        A range of a single leaf (at most 2 MiB) gives (), too.
+        """
         return self._leaves_in(self.file.known)
 
     @property
     def learned_leaves(self) -> tuple[str, ...]:
-        """The digests that this load computed for the leaves; empty unless all are known."""
+        """The digests of all leaves of the range if this load has computed them, or ().
+
+        A range of a single leaf (at most 2 MiB) gives (), too.
+        """
         return self._leaves_in(self.file.learned)
 
     def _leaves_in(self, digests: Mapping[tuple[int, int], str]) -> tuple[str, ...]:
@@ -182,12 +188,13 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
-        """Record `digest`, computed for the range `hashed`, and the digests of its leaves if given.
+        """Record `digest`, computed for the range `hashed`, and its leaf digests `leaves` if given.
 
-        `finish` stores what was recorded.
+        `finish` stores the records as hints. If a hint gave another digest for the range, all hints
+        of the file are deleted.
 
         Raises:
-            StaleHintError: A hint gave another digest. The hints of the file are deleted.
+            StaleHintError: A hint gave another digest.
         """
         remembered = hashed.remembered
         if remembered is None:

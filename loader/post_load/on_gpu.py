@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 class GpuShare(NamedTuple):
     """The account of one parameter that is now shared on a GPU.
 
-    `made` is True if the parameter's resident (shared tensor) was built for it. `before` is True if
-    the resident existed before it was asked for. `leaf_shared_bytes` is the number of bytes of a
-    new resident that lie in pieces of GPU memory from older residents.
+    - `made` is True if the resident (shared tensor) was built for this parameter.
+    - `before` is True if the resident existed already.
+    - `leaf_shared_bytes` is the number of bytes of a new resident that lie in GPU memory of older
+      residents.
     """
 
     made: bool

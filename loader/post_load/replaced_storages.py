@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """A parameter's view of the storage that the parameter had before it was shared.
+    """A parameter's former view: the part of a storage that it had before it was shared.
 
     The view lies in the bytes from `start` to `end` of the storage. `offset`, `shape` and `stride`
     are in elements.
@@ -40,7 +40,7 @@ class ReplacedView:
     stride: tuple[int, ...]
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        """Give the parameter this view of `storage` again, which must be its former storage."""
+        """Give the parameter its former memory back. `storage` must be its former storage."""
         dtype = param_data(self.parameter).dtype
         data = torch.empty(0, dtype=dtype, device=storage.device)
         set_param_data(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
@@ -55,9 +55,9 @@ class _Storage:
 
 
 class ReplacedStorages:
-    """The table of the memory that the shared parameters of one model had before. For one thread.
+    """The table of the memory that parameters of one model had before they were shared.
 
-    The table does not keep that memory alive.
+    The table does not keep that memory alive. For one thread.
     """
 
     def __init__(self) -> None:

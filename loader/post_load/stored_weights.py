@@ -108,10 +108,14 @@ class StoredWeights:
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Return the tensor `name` from the weights file at `path`, in host memory.
 
-        The result is a mapping of a resident, as `map_shared` makes it, or a private tensor.
+        If the tensor can be shared, the result is a copy-on-write mapping of a resident (shared
+        tensor), or a read-only one under `TENSOR_DEDUP_READ_ONLY=1`. Otherwise it is a private
+        tensor.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.
+            FormatError: The checkpoint has no file at `path`.
+            AuditError: An audit found that the resident's bytes differ from the stored ones.
             UnsupportedError: torch lacks the tensor's dtype.
         """
         try:

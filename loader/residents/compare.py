@@ -38,10 +38,10 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether the algorithm of `digest` is not collision-resistant.
+    """Return whether other bytes with the same digest could be made on purpose.
 
-    Other bytes with the same digest could then be made on purpose. If `digest` is derived from a
-    cast (`cast_key`), the algorithm is that of the digest of the tensor that was cast.
+    This is so if the algorithm of the digest is not collision-resistant. If `digest` is derived
+    from a cast (`cast_key`), the algorithm is that of the digest before the cast.
     """
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
@@ -49,12 +49,11 @@ def is_forgeable(digest: str) -> bool:
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Check that residents that were copied from mapped files have the bytes that were hashed.
+    """Check that no tensor's file changed after the tensor was hashed and before it was copied.
 
-    `made` has pairs of a tensor and its resident. If the tensor is mapped from a file, it was first
-    hashed and then copied to the resident, and the file may have changed in between. Tensors that
-    are not mapped from a file, according to `memory`, are not checked. Call this before the
-    residents are registered.
+    `made` has pairs of a tensor and its resident. Only tensors that are mapped from a file,
+    according to `memory`, are checked: their residents are hashed. Call this before the residents
+    are registered.
 
     Raises:
         ChangedFileError: A resident's bytes do not have its digest.

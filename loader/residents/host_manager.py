@@ -86,13 +86,13 @@ class HostMemory:
         return tensor_bytes(request.tensor)
 
     def fill(self, requests: dict[str, ResidentRequest]) -> None:
-        """Return None, because the client copies the result of `data`."""
+        """Return None. The client copies the bytes from `data`, so no function needs to do it."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask` once.
+        """Call `ask`, which requests memory from the manager, and pass on its errors.
 
-        An error is passed on without a second attempt, because there is nothing to free: unused
-        host memory is unmapped at once.
+        There is no second attempt, because no memory could be freed before it: unused host memory
+        is unmapped at once.
         """
         ask()
 
@@ -116,12 +116,11 @@ class _Admitted(NamedTuple):
 
 
 class HostSession(ManagerSession[ResidentRequest, Resident]):
-    """One load's requests to a manager of host memory, where tensors can share leaves.
+    """One load's requests to a manager of host memory, where tensors can share leaves of 2 MiB.
 
-    If a new tensor has leaves in common with tensors of the manager, only its other leaves are put,
-    and the tensors with the common leaves are leased. Other processes find the new tensor by its
-    recipe, by its digest, and by hashes of some of its leaves (`leaf_marks`). Its contents
-    (`Content`) are published, too, if they are known.
+    If a new tensor has leaves in common with tensors of the manager, these tensors are leased, and
+    only the missing leaves are written. Other processes find the new tensor by its recipe, by its
+    digest, and by hashes of some of its leaves (`leaf_marks`).
     """
 
     def __init__(self, client: Client, checkpoint: str) -> None:
@@ -146,9 +145,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def put(
         self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
     ) -> None:
-        """Put the tensors of `requests` into the manager's memory, as `ManagerSession.put` does.
+        """Put those tensors of `requests` into the manager's memory that are not there yet.
 
-        Of a tensor of 8 MiB and more, only the leaves that no tensor of the manager has are put.
+        For each tensor that the manager then lends, `found[request.recipe]` is set to a pair: the
+        resident, and whether this call wrote it. This holds after an error, too. Of a tensor of
+        8 MiB and more, only the leaves that no tensor of the manager has are written.
         """
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])
@@ -188,11 +189,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                     self._remember(resident, new_marks, *resident.published)
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
-        """Return residents of the manager that may have some of these `contents`.
+        """Return residents of the manager that may have parts of a new tensor.
 
-        `contents` are the parts of a new tensor whose digests are known, and `geometry` has the
-        dtype, shape and stride of that tensor. If the manager knows the contents of a returned
-        resident, they are registered in this process with `leaves.note_contents`.
+        `contents` are the parts of the new tensor whose digests are known, and `geometry` has its
+        dtype, shape and stride. If the manager knows the digests of a resident's parts, they are
+        registered in this process with `leaves.note_contents`.
         """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
@@ -210,12 +211,13 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Reserve room for the pieces of a new tensor that lie in no tensor of the manager.
+        """Reserve room in the manager for the missing pieces of a new tensor.
 
-        `pieces` are all pieces of the tensor, and `geometry` has its dtype, shape and stride.
-        Returns a function that tells the manager that this load is still working; call it now and
-        then while the missing pieces are read. Returns None if the manager cannot hold the tensor
-        in parts. `put_built` or `end_known` ends the reservation.
+        `pieces` are all pieces of the tensor; a piece without a slab extent is missing. `geometry`
+        has the tensor's dtype, shape and stride. Returns a function that tells the manager that
+        this load is still working; call it now and then while the missing pieces are read. Returns
+        None if the manager cannot hold the tensor in parts. `put_built` or `end_known` ends the
+        reservation.
 
         Raises:
             RefusedError: There is no room.

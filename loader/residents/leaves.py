@@ -74,9 +74,8 @@ _T = TypeVar("_T")
 class Content(NamedTuple):
     """Bytes `start` to `end` of a tensor, with their `digest`.
 
-    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digest of each leaf of
-    these bytes, hashed as if the leaf were a tensor of its own. `leaves` is empty if these digests
-    are not known.
+    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digest of each piece
+    of 2 MiB of these bytes, counted from `start`, or is empty if these digests are not known.
     """
 
     start: int
@@ -97,7 +96,7 @@ class _Unit(NamedTuple):
 class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of a new tensor.
 
-    `there` is the slab extent that already has these bytes, or None if the bytes must be copied.
+    `there` is the range of a slab that already has these bytes, or None if they must be copied.
     """
 
     start: int
@@ -133,13 +132,15 @@ class _Leaves:
 def build_from_leaves(
     tensor: torch.Tensor, digest: str, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> Resident | None:
-    """Build a resident of `tensor` that shares leaves with other residents.
+    """Build a resident of `tensor` that shares leaves (pieces of 2 MiB) with other residents.
 
     Returns None if the tensor is smaller than 8 MiB, or if no resident has leaves of it that are
-    worth sharing. `digest` is the digest of the tensor's `tensor_bytes` and is not checked.
-    Residents in `own`, which belong to the same model, are not used. If the tensor is mapped from a
-    file, `read(into, offset)` fills a buffer with the tensor's bytes from the file; errors of
-    `read` are passed on.
+    worth sharing.
+
+    - `digest` is the digest of the tensor's `tensor_bytes` and is not checked.
+    - `own` has the residents of the same model, which are not used.
+    - `read(into, offset)` fills a buffer with bytes of the tensor from its file. Pass it if the
+      tensor is mapped from a file. Its errors are passed on.
 
     Raises:
         UnsupportedError: The tensor cannot be shared (see `sharable`).
@@ -166,9 +167,10 @@ def pieces_in_common(
 ) -> list[LeafPiece] | None:
     """Compare `tensor` with `residents`; return its pieces in order, each shared or to be copied.
 
-    Returns None if the tensor has no leaves in common with the residents that are worth sharing.
-    Leaves are compared byte by byte. The residents must begin at a page boundary of their slabs.
-    `read` is as for `build_from_leaves`.
+    Returns None if the tensor has no leaves (pieces of 2 MiB) in common with the residents that are
+    worth sharing. Leaves are compared byte by byte. The residents must begin at a page boundary of
+    their slabs. If the tensor is mapped from a file, `read(into, offset)` fills a buffer with bytes
+    of the tensor from the file.
 
     Raises:
         MappingLimitError: This process has too many mappings already.
@@ -187,20 +189,21 @@ def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, in
 def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None) -> list[str]:
     """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
-    A mark is one hash over several inputs: the first memory page of a leaf, the offset of the leaf,
-    and the dtype, stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf
-    if the tensor has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes.
-    `read` is as for `build_from_leaves`.
+    A mark is a hash of the first memory page of a leaf, the offset of the leaf, and the dtype,
+    stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf if the tensor
+    has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes. If the tensor is
+    mapped from a file, `read(into, offset)` fills a buffer with bytes of the tensor from the file.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
     return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
 
 
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
-    """Return look-up keys as `leaf_marks` does, but computed from the digests in `contents`.
+    """Return look-up keys by which tensors with equal contents are found.
 
-    The tensor need not be in memory. For a content with known leaf digests, these are used, and for
-    any other its own digest.
+    They are computed from the digests in `contents`, so the tensor need not be in memory. If a
+    content has leaf digests, these are used, otherwise the digest of the whole content. `key` has
+    the tensor's dtype, shape and stride; its digest is ignored.
     """
     digests = (
         (unit, contents[unit.content].digest)
@@ -227,10 +230,11 @@ def _mark(key: ResidentKey, start: int, what: bytes | bytearray) -> str:
 def may_have_parts(
     tensor: torch.Tensor, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> bool:
-    """Return whether `tensor` may have leaves in common with residents, judging by samples.
+    """Return whether `tensor` may have leaves (pieces of 2 MiB) in common with residents.
 
     Only the first bytes of each leaf are compared. Returns False for a tensor smaller than 8 MiB.
-    `own` and `read` are as for `build_from_leaves`.
+    `own` has residents of the same model, which are not considered. If the tensor is mapped from a
+    file, `read(into, offset)` fills a buffer with bytes of the tensor from the file.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return False
@@ -258,19 +262,19 @@ def build_from_contents(
     residents: Sequence[Resident] | None = None,
     admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
 ) -> Resident | None:
-    """Build a resident from parts of other residents that are found by digest.
+    """Build a resident from parts of other residents, which are found by digest.
 
-    Only the other parts are read. Returns None if the tensor is smaller than 8 MiB, if no resident
-    has parts of it that are worth sharing, or if `admit` returns None.
+    Only the missing parts are read. Returns None if the tensor is smaller than 8 MiB, if no
+    resident has parts of it that are worth sharing, or if `admit` returns None.
 
     - `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
     - `contents` are the contents that fill the tensor, in order.
     - `read(n, leaves, write)` reads the leaves of content `n` whose numbers are in `leaves`, or the
       whole content if `leaves` is None. It calls `write(piece, offset)`, with the offset in the
       content, from any thread.
-    - `check(n, data)` is called with the bytes `data` of each content `n` of which single leaves
-      were shared. It raises if the bytes do not have the content's digest. If there is only one
-      content, it is not called: compare the content's digest with that of the result instead.
+    - `check(n, data)` must raise an error if `data`, the bytes of content `n`, do not have the
+      content's digest. It is called for each content of which single leaves were shared. If there
+      is only one content, it is not called: compare the result's digest with the content's.
     - `digest_of` hashes the finished tensor, which gives the resident's key.
     - `residents` are the residents to share with, whose contents were registered by
       `note_contents`. The default is all residents of this process with the same dtype, row shape
@@ -281,7 +285,8 @@ def build_from_contents(
     Errors of `read` and `check` are passed on.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: See `build_from_leaves`.
+        MappingLimitError: This process has too many mappings already.
+        OutOfMemoryError: There is no memory or descriptor for the missing parts.
     """
     nbytes = contents[-1].end
     if residents is None:
@@ -402,13 +407,14 @@ def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
-    """Return a resident with the bytes of `resident` that shares as many leaves as possible.
+    """Return a resident with the bytes of `resident` that shares leaves with other residents.
 
-    Returns `resident` itself if it has no leaves in common with other residents. Residents in `own`
-    are not used, as in `build_from_leaves`.
+    Returns `resident` itself if it has no leaves in common with other residents that are worth
+    sharing. `own` has the residents of the same model, which are not used.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: See `build_from_leaves`.
+        MappingLimitError: This process has too many mappings already.
+        OutOfMemoryError: There is no memory or descriptor for the leaves that are copied.
     """
     if not registry.alike(resident.key):
         return resident

@@ -1,9 +1,8 @@
 """Residents in memory that a memory manager lends: whole tensors, and tensors in several parts.
 
-A record tells other processes how to read a tensor; the manager stores it with the tensor.
+The manager stores a record with each tensor, which tells other processes how to read it.
 `record_of` describes a whole tensor, and `record_of_parts` a tensor that consists of parts of
-several leased tensors. The manager reads records of parts for its statistics only, and trusts no
-record.
+several leased tensors.
 """
 
 from __future__ import annotations
@@ -76,12 +75,12 @@ class LentResident(Resident):
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that describes this resident, and the digests of the leased tensors."""
+        """The record that describes this tensor to others, and a list with the tensor's digest."""
         return record_of(self.key), [self.key.digest]
 
 
 class LentInParts(Resident):
-    """A tensor that consists of parts of leased tensors, on each of which it holds a lease.
+    """A tensor that consists of parts of leased tensors. It holds a lease on each of them.
 
     `parts` lists the parts in order. Each is (index in `leases`, first byte in the leased tensor,
     size in bytes).
@@ -128,14 +127,14 @@ class LentInParts(Resident):
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that describes this resident, and the digests of the leased tensors."""
+        """The record that describes this tensor to others, and the leased tensors' digests."""
         return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
 
     def has_its_digest(self) -> bool:
         """Hash the whole tensor, and return whether it has the digest of its key.
 
-        The manager hashes each leased tensor. It does not verify the list of parts, which another
-        process published.
+        This shows whether the list of parts is right. Another process published that list, and the
+        manager does not verify it.
 
         Raises:
             SharedMemoryError: The tensor cannot be mapped.
@@ -157,9 +156,10 @@ def record_of(key: ResidentKey) -> bytes:
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record that describes a tensor in parts: its key and its parts, as in `LentInParts`.
+    """The record of a tensor that consists of parts of leased tensors: its key and its parts.
 
-    The record also has the contents of the tensor, which are ranges with known digests.
+    Each part is (index of the leased tensor, first byte in it, size in bytes). The record may also
+    have the digests of the ranges that fill the tensor (`contents`).
     """
 
     dtype: str
@@ -177,10 +177,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     @property
     def contents(self) -> list[Content]:
-        """The ranges of the tensor whose digests are known.
-
-        They fill the tensor, or there are none.
-        """
+        """The ranges that fill the tensor, with their digests, or [] if these are not known."""
         return [
             Content(start, end, digest, tuple(_hex_digests(leaves)))
             for start, end, digest, leaves in self.packed
@@ -197,8 +194,8 @@ def record_of_parts(
 ) -> bytes:
     """Return the encoded record of a tensor that consists of parts of leased tensors.
 
-    `contents` are the ranges of the tensor whose digests are known. They fill the tensor, or there
-    are none.
+    `contents` are the ranges that fill the tensor, with their digests, or () if these are not
+    known.
     """
     geometry = key.dtype, tuple(key.shape), tuple(key.stride)
     packed = tuple((*each[:3], bytes.fromhex("".join(each.leaves))) for each in contents)
@@ -206,10 +203,7 @@ def record_of_parts(
 
 
 def composition_in(record: bytes) -> Composition | None:
-    """Decode `record` as that of a tensor in parts.
-
-    Returns None if it is another record or invalid.
-    """
+    """Decode the record of a tensor in parts; return None if `record` is another one or invalid."""
     try:
         found = msgspec.msgpack.decode(record, type=Composition)
     except msgspec.MsgspecError:
@@ -259,7 +253,7 @@ def is_of(lease: Lease, slab: Slab) -> bool:
 
 
 class PartsPlan:
-    """A plan to put a tensor that has parts in common with leased tensors.
+    """A plan to put a tensor that has parts in common with leased tensors into the manager.
 
     In the manager, the tensor becomes a layer (an entry) that consists of several tensors.
 
@@ -320,17 +314,18 @@ class PartsPlan:
         put: Put,
         missing: Sequence[TensorSlot],
     ) -> Sequence[str]:
-        """Write the missing parts, and check the digest of the whole tensor.
+        """Write the missing parts to `put`, and check the digest of the whole tensor.
 
-        The manager's client calls this method. `put` is the put to write to, and `missing` are the
-        tensors that the manager lacks. `data` has the tensor's bytes; if it is a mapping of a file,
-        `read` reads the bytes from the file (see `copied_part`). The digest is computed from the
-        bytes that were written and leased. Returns an empty sequence, because the manager computes
-        the digests that it needs.
+        The manager's client calls this method. `data` has the tensor's bytes, and `missing` are the
+        tensors that the manager lacks. If `data` is a mapping of a file, `read(into, offset)` fills
+        a buffer with bytes of the tensor from the file. The digest is computed from the bytes that
+        were written and leased. Returns an empty sequence, because the manager computes the digests
+        that it needs.
 
         Raises:
-            RefusedError: A leased tensor is no longer resident (code "not_resident"), a lease
-                cannot be mapped ("no_memory"), or the whole does not have `digest` ("mismatch").
+            RefusedError: A leased tensor is no longer resident (code "not_resident"), a leased part
+                cannot be mapped ("no_memory"), or the whole tensor does not have `digest`
+                ("mismatch").
         """
         if [index for _, index in missing] != [len(self.tensors) - 1] or not self.rest_bytes:
             raise RefusedError(
@@ -355,7 +350,8 @@ class PartsPlan:
         """Write the missing parts of `data` into the first tensor of `put`.
 
         `whole`, if given, is a running digest and is updated with all bytes of the tensor, in
-        order. `read` is as for `fill`.
+        order. If `data` is a mapping of a file, `read(into, offset)` fills a buffer with bytes of
+        the tensor from the file.
         """
         at = 0
         for start, end, there in self._pieces:

@@ -127,10 +127,9 @@ class ManagedMemory(Protocol[Request, _Held_co]):
         The digest of `key` is ignored; the resident has the digest of the lease.
 
         Raises:
-            SlabUsageError: The memory is host memory, and the lease is on a tensor of another size
-                or exceeds its slab.
-            BackendError: The memory is that of a GPU, where digests are not verified, and the lease
-                is on a tensor of another size.
+            SlabUsageError: In host memory: the lease is on a tensor of another size, or exceeds its
+                slab.
+            BackendError: On a GPU: the lease is on a tensor of another size.
         """
 
     def data(self, request: Request) -> Buffer | None:
@@ -140,15 +139,16 @@ class ManagedMemory(Protocol[Request, _Held_co]):
         """
 
     def fill(self, requests: dict[str, Request]) -> Fill | None:
-        """Return a function that writes the tensors of `requests`, which are by layer key.
+        """Return a function that writes the requested tensors into the manager's memory.
 
-        Returns None if the client copies the result of `data` instead.
+        `requests` has the requests by the keys of the manager's entries. Returns None if the client
+        copies the result of `data` instead.
         """
 
     def with_room(self, ask: Callable[[], None]) -> None:
         """Call `ask`, which requests memory from the manager.
 
-        If the manager refuses and unused memory can be freed, it is freed, and `ask` is called
+        If the manager refuses and there is unused memory, that memory is freed, and `ask` is called
         again.
         """
 
@@ -156,9 +156,9 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 class ManagerSession(Generic[Request, Held]):
     """One load's requests to one memory manager. For one thread; sessions may share a client.
 
-    Look-ups and puts raise MemoryManagerError. The caller is expected to go on using the manager
-    after a RefusedError, and to do without it after any other. A leased tensor that does not fit
-    its key counts as missing, and `unusable` has the first reason.
+    Look-ups and puts raise MemoryManagerError. After a RefusedError, the caller can go on using the
+    manager. After any other error, the caller is expected to do without the manager. A leased
+    tensor that does not fit its key counts as missing, and `unusable` has the first reason.
     """
 
     def __init__(
@@ -181,8 +181,8 @@ class ManagerSession(Generic[Request, Held]):
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look up residents by recipe, in one batch; return them in order, or None for each miss.
 
-        A resident counts as a miss if it differs from its query in dtype, shape, stride or, if the
-        query has one, digest.
+        A resident counts as a miss if its dtype, shape or stride differs from the query's. If the
+        query has a digest, a resident with another digest is a miss, too.
         """
         layers = self.client.get([self._key(each.recipe) for each in queries], self.checkpoint)
         return [
@@ -190,11 +190,11 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
-        """Put the tensors of `requests` into the manager's memory, unless they are there already.
+        """Put those tensors of `requests` into the manager's memory that are not there yet.
 
-        Adds the resident and whether this call wrote it to `found`, under the recipe of each
-        request. Requests whose recipes are in `found` already are skipped. Tensors that are missing
-        from `found` afterwards, also after an error, are not lent by the manager.
+        For each tensor that the manager then lends, `found[request.recipe]` is set to a pair: the
+        resident, and whether this call wrote it. This holds after an error, too. Requests whose
+        recipes are in `found` already are skipped.
         """
         by_key = {
             self._key(each.recipe): each
@@ -223,8 +223,8 @@ class ManagerSession(Generic[Request, Held]):
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Arrange that `recipe` leads to `resident` again if the manager is restarted.
 
-        This lasts as long as the object `resident`, so pass the object that is in the registry.
-        Does nothing if no manager lends the resident.
+        The arrangement ends when the object `resident` is freed, so pass the object that is in the
+        registry. Does nothing if no manager lends the resident.
         """
         if isinstance(resident, LentResident | LentInParts):
             self._remember(resident, [self._key(recipe)], *resident.published)
@@ -241,25 +241,25 @@ class ManagerSession(Generic[Request, Held]):
             weakref.finalize(resident, self.client.forget, new).atexit = False
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return an empty list. `HostSession` returns residents that may have these `contents`."""
+        """Return an empty list. Only `HostSession` looks for residents with parts of a tensor."""
         return []
 
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Return None. `HostSession` reserves room for a tensor in parts."""
+        """Return None. Only `HostSession` can reserve room for a tensor in parts."""
 
     def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Return None. `HostSession` puts a tensor that was built after `admit`."""
+        """Return None. Only `HostSession` can put a tensor that was built from parts."""
 
     def end_known(self) -> None:
-        """Do nothing. `HostSession` releases the room that `admit` reserved."""
+        """Do nothing. Only `HostSession` reserves room, and releases it with this method."""
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Do nothing. `HostSession` publishes the contents of a resident."""
+        """Do nothing. Only `HostSession` publishes the contents of a resident."""
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Do nothing. A GPU's session publishes which blocks a large tensor consists of.
+        """Do nothing. Only a GPU's session publishes the blocks of which a large tensor consists.
 
         Blocks are pieces of 16 MiB.
         """
@@ -313,7 +313,7 @@ class ManagerResidents(Generic[Request, Held]):
 
     @property
     def in_use(self) -> bool:
-        """Whether the load began with a connection to a manager, which may have failed since."""
+        """Whether the load began with a manager. It stays True after the manager has failed."""
         return self.session is not None
 
     @property
@@ -360,10 +360,10 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that may have some of these `contents`.
+        """Return residents of the manager that may have parts of a new tensor.
 
-        `contents` are the parts of a new tensor whose digests are known, and `geometry` has the
-        dtype, shape and stride of that tensor. The result is empty if no manager is in use.
+        `contents` are the parts of the new tensor whose digests are known, and `geometry` has its
+        dtype, shape and stride. The result is empty if no manager is in use.
         """
         found: list[Held] = []
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
@@ -372,11 +372,12 @@ class ManagerResidents(Generic[Request, Held]):
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Reserve room for a tensor that consists of new pieces and pieces of `having` residents.
+        """Reserve room in the manager for the missing pieces of a new tensor.
 
-        Returns a function that tells the manager that this load is still working; call it now and
-        then while the new pieces are read. Then call `put_built`, or `end_known` to release the
-        room. Returns None if the manager cannot hold the tensor or has no room.
+        `pieces` are all pieces of the tensor; a piece without a slab extent is missing. Returns a
+        function that tells the manager that this load is still working; call it now and then while
+        the missing pieces are read. Then call `put_built`, or `end_known` to release the room.
+        Returns None if the manager cannot hold the tensor or has no room.
         """
         found: list[Callable[[], None] | None] = []
         self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
@@ -416,9 +417,10 @@ class ManagerResidents(Generic[Request, Held]):
         return self.session.memory.whole_only if self.session is not None else None
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Publish which blocks a large tensor on a GPU consists of (see `ManagerSession`).
+        """Publish of which blocks `resident`, a large tensor on a GPU, consists.
 
-        Other processes then find `resident` by its digest and, unless `recipe` is "", by `recipe`.
+        Blocks are pieces of 16 MiB. Other processes then find the resident by its digest. If
+        `recipe` is not "", they find the resident by `recipe`, too. Does nothing in host memory.
         """
         self._ask(lambda session: session.publish_parts(recipe, resident))
 
@@ -458,9 +460,8 @@ os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=thread
 def client_of(where: str, device: str = "") -> Client:
     """Return this process's connection to the memory manager whose socket is `where`.
 
-    With the UUID of a GPU as `device`, it is the connection to the manager of that GPU, and with ""
-    that to the manager of host memory. The connection is opened at the first call, and again after
-    a fork or if the manager has ended.
+    `device` is the UUID of the GPU whose memory the manager lends, or "" for host memory. The
+    connection is opened at the first call, and again after a fork or if the manager has ended.
 
     Raises:
         MemoryManagerError: The manager does not answer, or lends memory of another device.

@@ -63,8 +63,8 @@ def _cut(pieces: Iterable[SlabRange], start: int, nbytes: int) -> Iterator[SlabR
 class SlabMappings:
     """A table of slab mappings by address, without those that have become private.
 
-    Safe from any thread. There is no lock, because finalizers remove entries and may run at any
-    allocation, also in a forked child. Every change is one operation on a dict.
+    Safe from any thread, in finalizers and in forked children: there is no lock, and every change
+    is one operation on a dict.
     """
 
     def __init__(self) -> None:
@@ -180,9 +180,9 @@ def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
-    """Return whether no page in a range of a private mapping was written to.
+    """Return whether a range of a private mapping is unchanged: no page was written to.
 
-    Returns False, too, if this cannot be determined.
+    The range is `nbytes` bytes at `address`. Returns False if this cannot be determined.
     """
     try:
         return not any_page_copied(address, nbytes)
@@ -225,8 +225,8 @@ def _has_copied(entries: bytes) -> bool:
 class MappingBudget:
     """A limit on the number of mappings of this process. Safe from any thread.
 
-    At the kernel's limit (vm.max_map_count) every allocation may fail, so mappings that are not
-    necessary are refused at three quarters of it.
+    At the kernel's limit (vm.max_map_count) every allocation may fail. So mappings that are not
+    necessary are allowed only up to three quarters of that limit.
     """
 
     def __init__(self) -> None:
@@ -248,9 +248,9 @@ class MappingBudget:
         )
 
     def take(self, mappings: int) -> str | None:
-        """Count `mappings` new mappings that are about to be made.
+        """Ask for `mappings` new mappings, and count them if they are allowed.
 
-        Returns None, or the reason why they would be too many; then nothing is counted.
+        Returns None if they are allowed, or the reason why they would be too many.
         """
         why_not = self.refusal(mappings)
         if why_not is None:

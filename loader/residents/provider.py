@@ -68,7 +68,7 @@ class ResidentProvider(Protocol):
 
     @property
     def batch_bytes(self) -> int:
-        """The total size in bytes at which the tensors collected for one slab are built."""
+        """The total size in bytes at which collected tensors are built together, in one slab."""
 
     @property
     def local(self) -> bool:
@@ -94,9 +94,9 @@ class ResidentProvider(Protocol):
     ) -> Sequence[AnyResident | None]:
         """Look up residents; return them in order, or None for each miss. No tensor data is read.
 
-        This process is searched first and then, unless `ask_manager` is False, the memory manager,
-        in one batch for all missing ones. The tables of residents hold them weakly, so keep the
-        results alive until they are used.
+        This process is searched first. With `ask_manager`, the memory manager is then asked for all
+        missing residents in one batch. Keep the results alive until they are used, because
+        residents are freed when nothing refers to them.
         """
 
     def by_content(self, key: ResidentKey) -> AnyResident | None:
@@ -175,7 +175,12 @@ class HostProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[Resident | None]:
-        """Look up residents and return them in order, as specified by `ResidentProvider.find`."""
+        """Look up residents; return them in order, or None for each miss. No tensor data is read.
+
+        This process is searched first. With `ask_manager`, the memory manager is then asked for all
+        missing residents in one batch. Keep the results alive until they are used, because
+        residents are freed when nothing refers to them.
+        """
         found = [_in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -208,9 +213,9 @@ class HostProvider:
     ) -> list[tuple[Resident, bool]]:
         """Return a resident for each request, in order, and whether this call built it.
 
-        `check`, if given, is called with pairs of a tensor and the resident that was built for it
-        in this process, before these residents are registered. If `check` raises an error, none of
-        them is registered.
+        `check`, if given, is called before the residents that were built in this process are
+        registered. It gets pairs of a tensor and its resident. If it raises an error, none of these
+        residents is registered.
 
         Raises:
             SharedMemoryError: There is no shared memory left, here or in the manager.
@@ -269,18 +274,18 @@ class HostProvider:
         contents: Sequence[Content],
         build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
-        """Build a resident that takes parts from others, which are found by digest.
+        """Build a resident from parts of other residents, which are found by digest.
 
         `contents` are the parts of the new tensor, with their digests. `build(residents, admit)`
-        calls `build_from_contents` with these two arguments and returns the result. This method
-        passes it the residents to take parts from: those of the memory manager or, without a
-        manager, those of this process that this load has not built.
+        must call `build_from_contents` with these two arguments and return the result. Its
+        `residents` are those to take parts from: residents of the memory manager or, without a
+        manager, residents of this process that this load has not built.
 
         Returns None if no resident can be built in this way. Otherwise pass the result to
         `enter_known`. Call `end_known` in any case, also after an error.
 
         Raises:
-            SharedMemoryError: There is no memory for the parts that are not shared.
+            SharedMemoryError: There is no memory for the missing parts.
         """
         if self.manager.in_use:
             donors = self.manager.having(geometry, contents)
@@ -292,7 +297,8 @@ class HostProvider:
     def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
         """Register a resident from `build_known`; return the one to use, and whether it is new.
 
-        Returns None if the memory manager does not take the resident, which must then not be used.
+        If the memory manager does not take the resident, the result is None. The resident must then
+        not be used.
         """
         if not self.manager.in_use:
             return self.enter(resident)
@@ -311,10 +317,10 @@ class HostProvider:
         self.manager.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Register the `contents` of `resident`, so that others can share parts of it by digest.
+        """Register the `contents` of `resident`, so that others can share its parts by digest.
 
-        The contents are registered in this process and, if this load has put the resident into the
-        memory manager, there, too.
+        The contents are registered in this process. If this load has put the resident into the
+        memory manager, they are registered there, too.
         """
         note_contents(resident, contents)
         self.manager.note_contents(resident, contents)
@@ -331,7 +337,7 @@ class HostProvider:
         return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
 
     def enter(self, resident: Resident) -> tuple[Resident, bool]:
-        """Register `resident`, unless a resident with its key is registered already.
+        """Register `resident`, if no resident with its key is registered yet.
 
         Returns the registered resident, and whether it is `resident` itself.
         """
@@ -368,7 +374,8 @@ def host_provider_for(
     """Return the provider for a load of `checkpoint` into host memory.
 
     `where` is the socket of the memory manager to use, or None to use none. If the manager does not
-    answer, the failure is logged, and residents are built in this process only. `keep_alignment` is
-    as for `HostProvider`.
+    answer, the failure is logged, and residents are built in this process only. With
+    `keep_alignment`, residents built in this process have the same alignment (modulo 64 bytes) as
+    the tensors from which they are copied.
     """
     return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

@@ -37,8 +37,9 @@ def _row_geometry(key: ResidentKey) -> _RowGeometry:
 class Registry:
     """The tables of the residents and layer records of this process.
 
-    A resident is found by its key and replica number, or by a recipe; a layer record is found by
-    its layer key. Safe from any thread and after fork.
+    A resident is found by its key and replica number, or by a recipe. The replica number tells
+    equal tensors of one model apart. A layer record is found by its layer key. Safe from any thread
+    and after fork.
     """
 
     def __init__(self) -> None:
@@ -56,15 +57,16 @@ class Registry:
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
         """Return the resident with this `key` and replica number, or None.
 
-        `copy` is the replica number: equal tensors of one model are separate replicas. The registry
-        keeps no reference to the resident, so the caller must.
+        `copy` is the replica number, which tells equal tensors of one model apart. The caller must
+        keep the resident alive, because the registry does not.
         """
         return self._residents.get((key, copy))
 
     def register(self, resident: Resident, copy: int = 0) -> Resident:
-        """Register `resident`, unless its key and replica number are taken.
+        """Register `resident`, if its key and replica number are not taken yet.
 
-        `copy` is the replica number. Returns the resident that is registered now.
+        `copy` is the replica number, which tells equal tensors of one model apart. Returns the
+        resident that is registered now, which may be an earlier one.
         """
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
@@ -87,7 +89,10 @@ class Registry:
             return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """Return (replica number, resident) for all residents in use."""
+        """Return (replica number, resident) for all residents in use.
+
+        The replica number tells equal tensors of one model apart.
+        """
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
@@ -100,9 +105,10 @@ class Registry:
         return self._records.get(key)
 
     def register_record(self, key: str, record: object) -> object:
-        """Register a layer record or resident under `key`, unless `key` is taken.
+        """Register a layer record or resident under `key`, if `key` is not taken yet.
 
-        `key` is a layer key or recipe. Returns the object that is registered now.
+        `key` is a layer key or recipe. Returns the object that is registered now, which may be an
+        earlier one.
         """
         with self._lock:
             first = self._records.get(key)

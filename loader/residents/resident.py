@@ -134,9 +134,9 @@ def copied_part(
 ) -> bytes | bytearray:
     """Return a copy of up to `nbytes` bytes of `data`, from `start` on.
 
-    `data` is the result of `tensor_bytes`. If the tensor is mapped from a file, pass `read`, which
-    reads the tensor's bytes from the file. Touching the mapping would end the process if the file
-    has become shorter (SIGBUS), whereas `read` raises an error.
+    `data` is the result of `tensor_bytes`. If the tensor is mapped from a file, pass `read(into,
+    offset)`, which fills a buffer with bytes of the tensor from the file. If the file has become
+    shorter, `read` raises an error, whereas touching the mapping would end the process (SIGBUS).
     """
     if read is None:
         return bytes(data[start : start + nbytes])
@@ -180,11 +180,11 @@ class ReplicaKey(NamedTuple):
 
 
 def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """Return the key of the tensor that a cast of a resident to `dtype` gives.
+    """Return the key of the tensor that results from casting a resident to `dtype`.
 
-    `key` is the key of the resident. The result is derived from `key` and the cast, so no byte is
-    hashed. A lossless cast and the cast back give the original key. Returns None if `key` has been
-    through three casts already.
+    `key` is the resident's key. The new digest is derived from `key`, so no byte is hashed. After a
+    lossless cast, the cast back gives the original key. Returns None if `key` is the result of
+    three casts already.
     """
     name = dtype_name(dtype)
     if name == key.dtype:
@@ -241,16 +241,20 @@ class SlabBuilder:
         return self._writer.write(tensor_bytes(tensor), beyond)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable and return the slab, as `SlabWriter.seal` does."""
+        """Make the bytes immutable and return the slab. The builder cannot be used afterwards.
+
+        Raises:
+            SharedMemoryError: The kernel refused to trim or to seal the slab.
+        """
         return self._writer.seal()
 
 
 class Resident:
     """A shared tensor in memory, which lies in one or more slabs. Immutable, safe from any thread.
 
-    It lives as long as a reference to it, or to a tensor that it mapped, exists; the registry's
-    references are weak. A resident that shares leaves (parts of 2 MiB) with other tensors may lie
-    in several slabs, which it keeps alive.
+    A resident is freed when neither it nor any tensor from `map` is referred to; the registry
+    refers to it weakly. If it shares leaves (parts of 2 MiB) with other tensors, it may lie in
+    several slabs.
 
     - `extents` are the slab ranges that have its bytes, in order.
     - `leaf_shared_bytes` is the number of its bytes that were in memory before it was built.
@@ -303,7 +307,7 @@ class Resident:
         return self.extents[0].offset
 
     def extents_of(self, start: int, end: int) -> Iterator[SlabExtent]:
-        """Yield the extents of the bytes from `start` to `end`, in order."""
+        """Yield the slab ranges that have the bytes from `start` to `end`, in order."""
         at = 0
         for slab, offset, nbytes in self.extents:
             first, last = max(at, start), min(at + nbytes, end)
@@ -400,14 +404,14 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors lie in the same physical memory now, whatever their addresses.
 
-    Tensors share memory in two cases:
+    They do if they have the same address, or if both of these are true:
 
-    - They are the same range of one storage.
-    - They are mappings of the same range of a resident, and neither was written to or, on a GPU,
-      made private.
+    - They are mappings of the same range of a resident.
+    - Neither was written to or made private.
 
-    The tensors must also agree in size and, unless both are gap-free, in shape and stride. Empty
-    tensors share memory only within one storage. Safe from any thread.
+    Tensors of different sizes never count as sharing. If one of them has gaps, they must also have
+    the same shape and stride. Empty tensors share memory only within one storage. Safe from any
+    thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -452,9 +456,9 @@ def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
 def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return how many bytes of `a` lie in physical memory that `b` uses, too.
 
-    If `shares_memory` is True, these are all bytes. Tensors that differ in part may share leaves of
-    2 MiB; pages that were written to in either tensor are not counted. The memory of a tensor with
-    gaps extends from its first element to its last. Safe from any thread.
+    Tensors that differ in part may still share leaves (parts of 2 MiB). Memory pages that were
+    written to in either tensor are not counted. The memory of a tensor with gaps extends from its
+    first element to its last. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

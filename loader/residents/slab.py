@@ -122,10 +122,10 @@ _replacing: Final = _ReplacementLock()
 def make_private(address: int, nbytes: int) -> int:
     """Replace the slab mapping that contains a range by private memory at the same address.
 
-    The range is `nbytes` bytes at `address`; the whole mapping is copied. Returns the number of
-    bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping stay valid,
-    also in compiled code and captured graphs, and the slab is released. Other threads may read the
-    memory meanwhile, but not write to it.
+    The range is `nbytes` bytes at `address`, and the whole mapping around it is copied. Returns the
+    number of bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping
+    stay valid, also in compiled code and captured graphs, and the slab is released. During the
+    call, other threads may read the memory, but not write to it.
 
     Raises:
         OutOfMemoryError: There is no memory for the copy; nothing has changed.
@@ -200,7 +200,15 @@ class Slab:
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map a range of the slab copy-on-write, as `ExtentLayout.map` does."""
+        """Map a range of the slab copy-on-write, and return the mapping as a buffer.
+
+        The buffer keeps `owner` and the slab alive. When the buffer is garbage-collected, the range
+        is unmapped. With `writable=False`, a write ends the process (SIGSEGV).
+
+        Raises:
+            SlabUsageError: The range is empty or exceeds the slab.
+            OutOfMemoryError: The kernel refused the mapping.
+        """
         layout = ExtentLayout((SlabExtent(self, offset, nbytes),))
         return layout.map(owner, writable=writable)
 
@@ -391,7 +399,7 @@ class SlabWriter:
         return self._take(nbytes)
 
     def put(self, data: memoryview, offset: int) -> None:
-        """Copy the contiguous bytes `data` to `offset`, which `take` returned or which follows it.
+        """Copy the contiguous bytes `data` to `offset`, in a range that `take` has reserved.
 
         Safe from several threads at once.
 
@@ -418,7 +426,7 @@ class SlabWriter:
             rest, at = rest[count:], at + count
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free the whole memory pages in a range whose bytes are not needed.
+        """Free the memory pages that lie wholly in a range whose bytes are not needed any more.
 
         If the system refuses, the memory is freed with the slab.
         """

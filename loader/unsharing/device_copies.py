@@ -1,9 +1,8 @@
-"""Copies of residents on devices; all models of this process share each copy.
+"""Copies of residents (shared tensors) on devices whose memory cannot be mapped read-only.
 
-These copies are ordinary tensors, for devices whose memory cannot be mapped read-only
-(`tensor_dedup.loader.cuda.devices` tells for which devices it can). They are not copied on write,
-so a model must get private memory (`tensor_dedup.loader.unsharing.private`) before it writes to a
-copy in place.
+All models of this process share one copy. A copy is an ordinary tensor and is not copied on write,
+so a model that is about to write to it in place must get private memory first
+(`tensor_dedup.loader.unsharing.private`).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """The table entry for one copy of a resident on a device.
+    """The table entry for one copy of a resident (shared tensor) on a device.
 
-    `known` is the key of the resident's replica (one of several equal residents). The entry does
-    not keep the copy alive.
+    `known` is the replica key of the resident: its key, and a number that tells equal residents
+    apart. The entry does not keep the copy alive.
     """
 
     known: ReplicaKey
@@ -63,20 +62,19 @@ class DeviceCopies:
         self._lock = threading.Lock()
 
     def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
-        """Return the copy on `device` of the replica with the key `known`.
+        """Return the copy on `device` of the resident `known`, or None if no model uses one.
 
-        Returns None if there is no copy in use. The table keeps no reference to the copy, so the
-        caller must.
+        Keep a reference to the result, because the table keeps none.
         """
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Register `tensor` as the copy of the replica `known`; return whether it was accepted.
+        """Register `tensor` as the copy of the resident `known`; return whether it was accepted.
 
-        It is accepted if it covers its whole storage and has the dtype, shape and stride in
-        `known.key`. Its bytes are not checked. If the replica had a copy on the same device,
-        `tensor` replaces it in the table.
+        `tensor` is accepted if it covers its whole storage and has the dtype, shape and stride in
+        `known.key`. Its bytes are not checked. An earlier copy of the resident on the same device
+        is replaced in the table.
         """
         storage = tensor.untyped_storage()
         whole = storage.nbytes() == tensor.nbytes

@@ -1,4 +1,4 @@
-"""Look up which parameters are shared, and by which resident or device copy."""
+"""Look up which parameters are shared, and which resident (shared tensor) each of them uses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
-    """Return the residents of those `parameters` that are mappings of residents.
+    """Find the residents (shared tensors in host memory) that `parameters` are mappings of.
 
-    The result maps the id of a parameter to the replica key and the resident. Parameters that are
-    not mappings, or that were written to, are left out.
+    The result maps the id of a parameter to the resident's replica key and the resident. Parameters
+    that are private or on another device, or that were written to, are left out.
     """
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
@@ -40,10 +40,10 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
 
 
 def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """Return the replica keys of those `parameters` that are shared.
+    """Return the replica key of each shared parameter, by the id of the parameter.
 
-    The result maps the id of a parameter to the key. Parameters on GPUs and other devices are
-    included. Parameters that are not shared are left out.
+    A replica key identifies one of several equal residents (shared tensors). Parameters on GPUs and
+    other devices are included.
     """
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_of(every).items()}

@@ -1,4 +1,4 @@
-"""Memory that is shared without copy-on-write, and private copies of it for writers.
+"""Private copies of memory that is shared without copy-on-write, for models that write to it.
 
 An ordinary mapping of a resident (shared tensor) needs no private copy, because the kernel copies a
 page when it is written. Three kinds of memory need a private copy before a write:
@@ -88,10 +88,10 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
     """Make the shared GPU memory of `tensor` private at its address; return the bytes copied.
 
     The whole mapping becomes private, and with it the memory of other tensors in the mapping. The
-    call waits until the GPU has finished its work.
+    call waits until the GPU has finished its work. It copies nothing and returns 0 in two cases:
 
-    Returns 0 if the tensor is not in shared GPU memory, or if the memory cannot be replaced at its
-    address. In the second case, use `PrivateCopies`.
+    - `tensor` is not in shared GPU memory.
+    - The memory cannot be replaced at its address. Use `PrivateCopies` then.
     """
     try:
         return _replaced_in_place(tensor)
@@ -161,9 +161,14 @@ class PrivateCopies:
         self.nbytes = 0
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Give `tensor` private memory: the tensor's part of the private copy of its storage.
+        """Give `tensor` private memory with the same bytes.
 
-        The tensor remains the same object. Tensors of one storage get parts of the same copy.
+        The tensor remains the same object. Tensors that share a storage share the private copy,
+        too.
+
+        Raises:
+            OutOfMemoryError: There is no host memory for the copy.
+            torch.OutOfMemoryError: There is no GPU memory for the copy.
         """
         data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):

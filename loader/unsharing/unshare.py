@@ -27,11 +27,11 @@ from tensor_dedup.loader.unsharing.private import (
 
 @dataclass(frozen=True, slots=True)
 class ResidentCheck:
-    """The result of `verify`: the number of residents (shared tensors) and bytes that were hashed.
+    """The result of `verify`: how many residents (shared tensors) and bytes were hashed.
 
-    `mismatches` has the digests of residents whose bytes have changed. `not_verifiable` names what
-    cannot be compared with a digest: packed weights, by the key of their layer, and tensors that
-    were cast on a device, as `DEVICE:DIGEST`.
+    - `mismatches` has the digests of residents whose bytes have changed.
+    - `not_verifiable` names shared tensors without a digest of their bytes: packed weights, by the
+      key of their layer, and tensors that were cast on a device, as `DEVICE:DIGEST`.
     """
 
     residents: int
@@ -60,7 +60,8 @@ def verify() -> ResidentCheck:
     """Hash every resident (shared tensor) of this process again, and compare with its digest.
 
     Tensors on GPUs and other devices are copied to the host for hashing, one by one. Packed weights
-    cannot be read, so the result only lists them. Safe from any thread.
+    and tensors that were cast on a device cannot be checked; the result lists them. Safe from any
+    thread.
     """
     unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
@@ -100,14 +101,17 @@ def unshare(target: object) -> int:
     `components`. No other thread may use the model meanwhile.
 
     - On the CPU, addresses do not change, so compiled code stays valid.
-    - On a GPU, memory is replaced at its address if possible, so captured graphs stay valid. If it
-      is not possible, an engine raises `OutOfMemoryError`, and other models get new addresses.
+    - On a GPU, memory is replaced at its address if possible, so captured graphs stay valid.
+      Otherwise a module or pipeline gets new addresses, and for an engine OutOfMemoryError is
+      raised.
     - On other devices, addresses change.
     - Packed weights are never written, so they stay shared.
 
     Raises:
-        UnsupportedError: `target` is something else.
-        OutOfMemoryError: There is no memory for the copies.
+        UnsupportedError: `target` is none of the three.
+        OutOfMemoryError: There is no host memory for the copies, or an engine's GPU memory cannot
+            be replaced at its address.
+        torch.OutOfMemoryError: There is no GPU memory for the copies of a module or pipeline.
     """
     engine = _engine_model(target)
     replaced = 0 if engine is None else leave_gpus(engine)
@@ -137,9 +141,9 @@ def leave_gpus(model: nn.Module) -> int:
 def let_go_of_written(model: nn.Module) -> int:
     """Give private memory to the parameters and buffers that were written to while shared.
 
-    Returns the bytes copied. Copy-on-write has hidden the writes from other models, but the mapping
-    of a written tensor still keeps its slab in memory. This function releases the slab. Tensors on
-    other devices than the CPU are left as they are. No thread may write to the model meanwhile.
+    Returns the bytes copied. Other models do not see such writes (copy-on-write), but the mapping
+    of a written tensor keeps its slab in memory. This function ends the mapping. Tensors on other
+    devices than the CPU are left as they are. No thread may write to the model meanwhile.
 
     Raises:
         OutOfMemoryError: There is no memory for the copies.

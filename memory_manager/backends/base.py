@@ -18,13 +18,13 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The properties of a backend and the guarantees that clients may rely on.
+    """The properties of a backend.
 
     * `hardware_readonly`: the hardware refuses writes through a reader's mapping.
-    * `hashes_itself`: the manager hashes the bytes; otherwise it trusts the digests that the writer
-      sent.
-    * `seals`: no process, the writer included, can change a sealed slab or map it writable. Without
-      it, the processes of one user trust each other not to.
+    * `hashes_itself`: the manager hashes the bytes. If False, it trusts the digests that the writer
+      sends.
+    * `seals`: no process can change a sealed slab. If False, every process of the user is trusted
+      not to do so.
     * `zeroed`: memory that was never written is zero.
     * `outlives`: a mapping keeps the memory alive after the manager has ended.
     * `device`: the UUID of the GPU, or "" for host memory.
@@ -60,10 +60,10 @@ class Memory(Protocol):
 
 
 class Backend(Protocol):
-    """A source of slabs: it allocates, seals, hashes and reclaims them. Safe from any thread.
+    """A source of slabs, the blocks of memory that a manager lends. Safe from any thread.
 
-    Methods that may be slow take ranges of a slab, so that the caller can split the work into
-    steps, and stop or serve another client between two steps.
+    `commit` and `leaves` can be slow, so they take ranges of a slab. The caller can split the work
+    into steps, and serve another client between two steps.
     """
 
     @property
@@ -73,7 +73,7 @@ class Backend(Protocol):
     def reserve(self, nbytes: int) -> Memory:
         """Return a new slab of `nbytes` bytes, whose size is fixed.
 
-        A range of the slab must not be written before `commit` was called for that range.
+        Before a range of the slab is written, `commit` must be called for that range.
 
         Raises:
             NoMemoryError: The system has no memory or no descriptor left.
@@ -109,10 +109,10 @@ class Backend(Protocol):
     def reclaim(self, fd: int, nbytes: int) -> Memory:
         """Return the sealed slab of an earlier manager that the descriptor `fd` refers to.
 
-        The returned object owns `fd`. If this method raises, `fd` stays open and still belongs to
-        the caller.
+        The returned object owns `fd`. If this method raises, the caller still owns `fd`.
 
         Raises:
-            NotSealedError: The descriptor is not memory of this kind. A backend that seals also
-                raises it if the slab is not sealed, has holes, or has another size than `nbytes`.
+            NotSealedError: `fd` is not memory that this backend can take over. If the backend
+                seals, this includes a slab that is not sealed, has holes, or has another size than
+                `nbytes`.
         """

@@ -59,7 +59,10 @@ _PATIENCE_S: Final = 60.0
 
 
 class IpcSlab:
-    """A slab that the helper process has allocated, freed when this object is garbage-collected."""
+    """A slab of GPU memory, which the helper process has allocated.
+
+    The memory is freed when this object is garbage-collected.
+    """
 
     def __init__(self, helper: "Helper", number: int, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -73,9 +76,10 @@ def _free(helper: "Helper", number: int, fd: int) -> None:
 
 
 class IpcBackend:
-    """The `ipc` backend for one GPU. The descriptor of a slab refers to a ticket file.
+    """The `ipc` backend for one GPU, which lends memory by CUDA IPC handles.
 
-    A ticket is a small sealed file with the IPC handle and the size of the memory.
+    The descriptor of a slab refers to a ticket: a small sealed file with the IPC handle and the
+    size of the memory.
     """
 
     def __init__(self, helper: "Helper") -> None:
@@ -119,7 +123,7 @@ class IpcBackend:
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
-        """Raise NotSealedError, because an earlier manager's memory was freed with its helper."""
+        """Raise NotSealedError, because the memory was freed when the earlier manager ended."""
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
 
 
@@ -206,7 +210,7 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """The manager's side of a running helper process. Safe from any thread."""
+    """A running helper process, which has a CUDA context for the manager. Safe from any thread."""
 
     def __init__(self, device: str, driver: str = "") -> None:
         """Start the helper process, and wait until it reports its GPU.
@@ -289,7 +293,7 @@ class Helper:
     def free(self, number: int) -> None:
         """Free the allocation `number`. Never blocks and never fails, so finalizers can call it.
 
-        If the helper's socket is full, this request is sent before the next request.
+        If the helper's socket is full, the request is sent later, before the next one.
         """
         self._unsent.append(number)
         with suppress(OSError):

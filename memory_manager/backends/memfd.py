@@ -112,9 +112,11 @@ class MemfdBackend:
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
 
+        If this method raises, the caller still owns `fd`.
+
         Raises:
             NotSealedError: `fd` is not a sealed memory file of tensor-dedup, has another size than
-                `nbytes`, or has holes. `fd` stays open.
+                `nbytes`, or has holes.
         """
         # The seals first: to ask another file system for anything may take as long as it likes.
         if _seals(fd) & _ALL_SEALS != _ALL_SEALS or not _is_ours(fd):

@@ -1,8 +1,8 @@
-"""A backend for the memory of one GPU, which passes it on as file descriptors and never maps it.
+"""A backend for GPU memory that passes it on as file descriptors and never maps it.
 
-The memory is made by cuMemCreate and exported by cuMemExportToShareableHandle. Then cuMemRelease
-releases the handle, and only the descriptor keeps the memory. None of these calls needs a CUDA
-context, so the manager takes no GPU memory of its own.
+One backend serves one GPU. The memory is made by cuMemCreate and exported by
+cuMemExportToShareableHandle. Then cuMemRelease releases the handle, and only the descriptor keeps
+the memory. None of these calls needs a CUDA context, so the manager takes no GPU memory of its own.
 
 Without a mapping, the manager cannot zero, seal or hash the memory. It trusts the digests that the
 writer sends, and trusts the writer to have unmapped the memory. If clients offer slabs back after a
@@ -23,10 +23,7 @@ ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any ke
 
 
 class VmmAllocation:
-    """The memory of one CUDA handle.
-
-    Its descriptor is closed when this object is garbage-collected.
-    """
+    """A slab of GPU memory. Its descriptor is closed when this object is garbage-collected."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -35,7 +32,7 @@ class VmmAllocation:
 
 
 class VmmBackend:
-    """The `vmm` backend for one GPU, which is named by its UUID or ordinal."""
+    """The `vmm` backend for one GPU, which lends memory as file descriptors."""
 
     def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
         """Open a GPU by its UUID or ordinal.
@@ -104,9 +101,11 @@ class VmmBackend:
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
 
+        If this method raises, the caller still owns `fd`.
+
         Raises:
             NotSealedError: `fd` is not memory of this GPU, or `nbytes` is not a multiple of the
-                driver's granularity. `fd` stays open.
+                driver's granularity.
         """
         try:
             handle = self._driver.import_(fd)

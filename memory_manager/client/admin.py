@@ -33,7 +33,7 @@ class Overview(msgspec.Struct, frozen=True):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
+        """A lower bound of the bytes of memory that sharing saves."""
         return saved_bytes(self.clients, self.totals.leased_bytes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -64,9 +64,10 @@ class Admin:
         return self._connection.welcome.device
 
     def overview(self, *, residents: bool = True) -> Overview:
-        """Return the totals and all tables, without the rows of administrative clients.
+        """Return the totals and all tables.
 
-        With `residents=False` the table of resident tensors is left empty.
+        The table of clients leaves out administrative connections such as this one. With
+        `residents=False` the table of resident tensors is empty.
         """
         clients = [row for page in self._pages("clients") for row in page.clients]
         return Overview(
@@ -91,19 +92,20 @@ class Admin:
                 return pages
 
     def pin(self, name: str, *, pinned: bool = True) -> Done:
-        """Protect the tensors of a checkpoint from eviction, or end that with `pinned=False`.
+        """Protect the tensors of a checkpoint from eviction.
 
         `name` is the name of a checkpoint or the digest of one tensor. Tensors that are added under
-        the name later are protected, too. Return the number of tensors affected now, and their
-        bytes.
+        the name later are protected, too. With `pinned=False`, this protection ends. Return the
+        number of tensors that have the name now, and their bytes.
         """
         return self._connection.ask(Pin(name, pinned), Done)[0]
 
     def evict(self, name: str) -> Done:
-        """Free the tensors of a checkpoint that are neither in use nor pinned.
+        """Free the slabs (blocks of memory) with the tensors of a checkpoint.
 
-        `name` is the name of a checkpoint or the digest of one tensor. Return the number of tensors
-        freed, and the bytes of their slabs. Both are 0 if there is nothing to free.
+        A slab is kept if any tensor in it is in use or pinned. `name` is the name of a checkpoint
+        or the digest of one tensor. Return the number of tensors freed, and the bytes of the freed
+        slabs. Both are 0 if nothing was freed.
         """
         return self._connection.ask(Evict(name), Done)[0]
 

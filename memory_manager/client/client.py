@@ -110,14 +110,16 @@ def connect(
     """Connect to the manager at the socket `where`, or at the default path with "auto".
 
     With "auto", a manager is started if none answers. `name` is shown by `tensor-dedup status`.
-    With `keep_connected`, the client reconnects by itself when another manager has replaced its
-    manager, and offers the new manager the slabs that are leased here. If `device` is the UUID of a
-    GPU, the client connects to the manager of that GPU's memory, whose socket lies beside `where`.
+    With `keep_connected`, the client reconnects by itself after the manager has died, and offers
+    the memory that is leased here to the next manager. If `device` is the UUID of a GPU, the client
+    connects to the manager of that GPU's memory, whose socket lies beside `where`.
 
     Raises:
-        ManagerGoneError: No manager answers; load into private memory instead.
+        ManagerGoneError: No manager answers, or it lends the memory of another device; load into
+            private memory instead.
         UnsafeSocketError: The socket or its folder does not belong to this user alone.
-        RefusedError, ProtocolError: The manager refuses the connection, or is no manager.
+        RefusedError: The manager refuses the connection.
+        ProtocolError: The process that answers uses another protocol.
     """
     auto = os.fspath(where) == AUTO
     beside = paths.socket_path(None if auto else where)
@@ -194,10 +196,11 @@ class Client:
     """A connection of this process to a memory manager.
 
     It is safe from any thread. In a forked child it is unusable until `reconnect` was called. A
-    lease keeps its tensor in place. Leased memory stays mapped and valid even if the manager dies.
+    tensor stays in place while there is a lease on it. Mapped memory stays valid even if the
+    manager dies, except memory of the `ipc` backend.
 
-    Every method except `put` raises ManagerGoneError if the manager does not answer; `put` returns
-    the error in its result. The caller can then load into private memory.
+    If the manager does not answer, requests raise ManagerGoneError, and `put` returns the error in
+    its result. The caller can then load into private memory.
     """
 
     def __init__(self, connection: Connection, name: str = "") -> None:
@@ -263,9 +266,7 @@ class Client:
         """Look up layers by key, and lease the tensors of the layers that are published.
 
         The results are in the order of `keys`; the result for a key without a published layer is
-        None. Up to MAX_KEYS keys go in one message. The manager answers as many keys as fit into a
-        reply, and is asked again for the others. `checkpoint` is the name under which the manager
-        lists the tensors.
+        None. `checkpoint` is the name under which the manager lists the tensors.
         """
         return [
             found for batch in _batches(keys, MAX_KEYS) for found in self._pages(batch, checkpoint)
@@ -303,9 +304,11 @@ class Client:
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
         """Mark leases as held by a sleeping engine or, with `asleep=False`, remove the marks.
 
-        Return for each lease whether its tensor is still used by an engine that is awake: any
-        client has a lease on it without the mark, or is building a layer with it. A marked lease
-        keeps its tensor in memory, too.
+        A marked lease still keeps its tensor in memory. Return for each lease whether an engine
+        that is awake uses its tensor. This is the case if any client
+
+        * has an unmarked lease on the tensor, or
+        * is building a layer with the tensor.
 
         Raises:
             RefusedError: The code is "not_resident" if the manager does not know one of the leases,
@@ -321,10 +324,10 @@ class Client:
         return found
 
     def evict(self, name: str) -> int:
-        """Free the slabs of a checkpoint that are neither in use nor pinned.
+        """Free the slabs (blocks of memory) with the tensors of a checkpoint.
 
-        `name` is the name of a checkpoint or the digest of one tensor. Return the bytes of the
-        freed slabs.
+        A slab is kept if any tensor in it is in use or pinned. `name` is the name of a checkpoint
+        or the digest of one tensor. Return the bytes of the freed slabs.
         """
         return self._connection.ask(Evict(name), Done)[0].nbytes
 
@@ -340,16 +343,17 @@ class Client:
     ) -> PutResult:
         """Build `layers` in the manager's memory and publish them, or lease those that exist.
 
-        `layers` maps layer keys to the layers. `fill` writes the tensors into the slab; by default
-        their `data` is copied.
+        `layers` maps layer keys to the layers. `fill` writes the tensors into the manager's memory;
+        by default their `data` is copied.
 
-        If a layer is published already, its tensors are leased. If it was published with another
-        record or other digests, it is left out of the result. If another process is building a
-        layer, this call waits for it, at most `wait_s` seconds for all layers together. If that
-        process gives up or falls silent, this call builds the layer.
+        * If a layer is published already, its tensors are leased. If the published layer has
+          another record or other digests, the layer is left out of the result.
+        * If another process is building a layer, this call waits for it, at most `wait_s` seconds
+          for all layers together. If that process gives up or falls silent, this call builds the
+          layer.
 
         A MemoryManagerError is returned in the result instead of being raised; layers that were put
-        before the error stay usable. A thread that has an unfinished put must not call this,
+        before the error stay usable. A thread that has an unfinished put must not call this method,
         because two processes could then wait for each other.
         """
         result = PutResult()
@@ -416,7 +420,7 @@ class Client:
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
         """Request the right to build the layers with these keys, at most MAX_KEYS of them.
 
-        The granted layers form one put. Publish or abandon the put before you wait for other
+        The layers that are granted form one put. Publish or abandon it before you wait for other
         layers.
 
         Raises:
@@ -454,23 +458,23 @@ class Client:
                 return reply.outcome
 
     def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
-        """Publish a layer record under `keys`, which need not be reserved.
+        """Publish a layer record under `keys`, without a reservation.
 
-        This client must hold leases on all tensors in `digests`. A key that has a record already
-        keeps it. Return the number of keys that now lead to the new record.
+        This client must hold leases on all tensors in `digests`. Return the number of keys that now
+        lead to the new record. Keys that have a record already keep it. Keys after the first are
+        left out if their layers are being built, or if the manager has no memory left for them.
 
         Raises:
-            RefusedError: A tensor is not leased, the manager has no memory left for records, or the
-                layer of the first key is being built. If the layer of another key is being built,
-                only that key is left out.
+            RefusedError: A tensor is not leased, the manager has no memory left for the first key,
+                or the layer of the first key is being built.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
         """Note a layer record, so that `reconnect` publishes it again with the next manager.
 
-        `digests` are the record's tensors, on which this client must hold leases. Return the keys
-        that are new or were noted with another record.
+        `digests` are the record's tensors, on which this client must hold leases. Return those of
+        `keys` that were not yet noted with this record and these digests.
         """
         new = (record, tuple(digests))
         found = [key for key in keys if self._records.get(key) != new]
@@ -488,10 +492,10 @@ class Client:
     # After the manager's death.
 
     def reconnect(self) -> int:
-        """Connect to the manager that replaced a dead one, and offer it all slabs leased here.
+        """Connect to the manager that replaced a dead one, and offer the memory leased here.
 
-        Return the number of slabs that the new manager has accepted, or 0 if the present connection
-        still works.
+        Layer records from `remember` are published again. Return the number of slabs (blocks of
+        memory) that the new manager has accepted, or 0 if the present connection still works.
 
         Raises:
             ManagerGoneError: No manager answers.

@@ -212,7 +212,7 @@ class Connection:
         self._send_releases_if_free()
 
     def wait_for_end(self) -> None:
-        """Wait until the manager has closed the connection, at most for a reply's usual timeout."""
+        """Wait until the manager has closed the connection, or the timeout of a reply is over."""
         with self._lock:
             connection = self._open()
             connection.settimeout(self._timeout_s)
@@ -225,8 +225,7 @@ class Connection:
     def release(self, lease: int) -> None:
         """Give back the lease with this number, now or with the next request.
 
-        The method never blocks and never fails, because finalizers call it. A finalizer may run in
-        any thread at any allocation, even while that thread runs a method of this class.
+        The method never blocks and never fails, so finalizers can call it.
         """
         self._released.append(lease)
         self._send_releases_if_free()

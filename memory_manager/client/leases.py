@@ -39,12 +39,12 @@ class WeakBag(Generic[_Item]):
 
 
 class SharedSlab:
-    """A sealed slab of the manager, whose bytes never change.
+    """A sealed slab (block of memory) of the manager, whose bytes never change.
 
-    It is safe from any thread, and after a fork. It owns its descriptor, which is closed when the
-    object is garbage-collected; mappings stay valid after that. Each lease holds a reference to its
-    slab. In host memory, map the slab with MAP_PRIVATE. Reads then use the shared pages, and a
-    write gives the process its own copy of the page.
+    It is safe from any thread, and after a fork. Its descriptor is closed when this object is
+    garbage-collected; mappings stay valid after that. Each lease holds a reference to its slab. Map
+    a slab of host memory with MAP_PRIVATE. Reads then use the shared pages, and a write gives the
+    process its own copy of the page.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -66,9 +66,9 @@ class SharedSlab:
 class Lease:
     """The right to use one tensor: `nbytes` bytes of `slab` from `offset`.
 
-    It ends with `close`, or when the object is garbage-collected, so code that maps the bytes must
-    hold the lease until it has unmapped them. After a fork, the manager knows only the parent's
-    lease. The child's copy of the object keeps the memory, but the manager does not count it.
+    The lease ends with `close`, or when this object is garbage-collected. Keep it until the bytes
+    are unmapped. In a forked child the memory stays usable, but the manager knows only the parent's
+    lease and does not count the child.
     """
 
     __slots__ = ("__weakref__", "_end", "digest", "nbytes", "number", "offset", "slab")
@@ -112,7 +112,7 @@ def _finalizer(
 
 
 class SlabTable:
-    """The slabs that came over one connection, by the number that the manager gave each.
+    """The slabs that came over one connection, by the manager's numbers for them.
 
     The table has one descriptor for each slab. Each manager numbers its slabs anew, so every
     connection has a table of its own.

@@ -70,8 +70,8 @@ class NewTensor:
 class NewLayer:
     """A layer to be published: its record, and its tensors.
 
-    The manager does not interpret `record`. `also` has further layer keys that will lead to the
-    layer, unless they have a record already or are being built.
+    The manager does not interpret `record`. `also` has further keys for the layer. Those that have
+    a record already, that are being built, or for which no memory is left, are left out.
     """
 
     record: bytes
@@ -101,8 +101,11 @@ class PutResult:
       another size.
     * `still_building` has the keys that other processes were still building when the time was up.
 
-    A layer is in none of these fields if it was published with another record or other digests, was
-    given up after repeated attempts, or was not done when `error` ended the call.
+    A layer is in none of these fields in three cases:
+
+    * It was published before, with another record or other digests.
+    * This call gave it up after repeated attempts.
+    * `error` ended the call before the layer was done.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
@@ -113,9 +116,10 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The manager's answer for each requested key, and the put for the granted keys.
+    """The manager's answer for each requested key.
 
-    `put` is None if no key was granted. There are three answers:
+    `put` is the right to build the granted layers, or None if no key was granted. There are three
+    answers:
 
     * "granted": build the layer with `put`.
     * "building": another client builds the layer. Wait for it.
@@ -131,12 +135,12 @@ class Reservation:
 
 
 class Put:
-    """The right to build some layers, and the slab for their tensors.
+    """The right to build some layers, and the slab (block of memory) for their tensors.
 
     `build` does everything. Its steps can also be called one by one: `allocate`, `write` and
-    `seal`, then `publish` for each layer. If all tensors are resident already, only `publish` is
-    needed. Used as a context manager, the put abandons at its end the layers that were not
-    published. Only one thread at a time may use it.
+    `seal`, then `publish` for each layer. If the manager has all tensors already, only `publish` is
+    needed. As a context manager, the put gives up unpublished layers at the end of the block. Only
+    one thread at a time may use it.
 
     `allocate`, `seal`, `publish` and `build` raise RefusedError with the code "stale_put" if this
     put was silent for too long and another client has taken it over. The caller then builds in
@@ -225,8 +229,8 @@ class Put:
         """Allocate a slab for tensors of these `sizes`, in bytes.
 
         There may be at most MAX_PIECES tensors of at least 1 byte each. `digests` are the digests
-        of their bytes, with "" for an unknown one. When the slab is sealed, the manager compares
-        these digests with the bytes, if it can hash this memory.
+        of their bytes, with "" for an unknown one. In `seal`, a manager that can hash this memory
+        compares them with the bytes.
 
         Raises:
             RefusedError: The code is "no_room" or "no_memory"; build in private memory.
@@ -245,8 +249,8 @@ class Put:
     def place(self) -> tuple[int, int, tuple[int, ...]]:
         """The slab's descriptor, its size in bytes, and the offset of each tensor in it.
 
-        It is for code that maps the slab to write to it, as is necessary for GPU memory. All
-        writable mappings must be removed before `seal`.
+        Code that writes GPU memory needs this to map the slab. All writable mappings must be
+        removed before `seal`.
 
         Raises:
             LeaseClosedError: There is no slab that can be written; call `allocate` first.
@@ -318,8 +322,8 @@ class Put:
         """Publish a layer: from now on `key` leads to its record and tensors.
 
         `record` has at most MAX_RECORD bytes. The tensors in `digests` must be leased by this
-        client or sealed by this put. The keys in `also` lead to the record, too, unless they have a
-        record already.
+        client or sealed by this put. `also` has further keys for the record. Those that have a
+        record already, that are being built, or for which no memory is left, are left out.
         """
         publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
@@ -361,12 +365,12 @@ def publish(
     """Publish one record under several keys; return the number of keys that now lead to it.
 
     Keys that have a record already keep it, and are not counted. `put` is the number of the put
-    that has reserved the first key, or 0 if none has. Keys that do not fit into one message are
-    sent in further messages.
+    that has reserved the first key, or 0 without a reservation. Keys that do not fit into one
+    message are sent in further messages.
 
     Raises:
         RefusedError: The put was taken over, a tensor is not leased, the manager has no memory left
-            for records, or the layer of the first key in a message is being built by another put.
+            for the first key in a message, or the layer of that key is being built by another put.
     """
     size = 1 + MAX_KEYS
     new = 0

@@ -56,9 +56,9 @@ class _Index(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class PublishedStateDict:
     """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
 
-    `nbytes` is the size of all storages, and `written_bytes` the size of those that the call wrote.
-    Storages are published in groups of up to 128. If the call wrote one storage of a group, the
-    whole group counts in `written_bytes`.
+    `nbytes` is the size of all storages. `written_bytes` is the size of those that were new to the
+    manager, rounded up: storages are published in groups of up to 128, and a group with any
+    new storage counts as a whole.
     """
 
     name: str
@@ -91,9 +91,10 @@ class StateDictClient:
         self._client.close()
 
     def drop(self, name: str) -> None:
-        """Allow the manager to evict a state dict that was put, when no process uses it.
+        """Allow the manager to evict the state dict that this client has put under `name`.
 
-        If this client has not put the name, nothing is done.
+        The manager evicts it only when no process uses it. If this client has not put the name,
+        nothing is done.
         """
         self._held.pop(name, None)
 
@@ -150,12 +151,11 @@ class StateDictClient:
         )
 
     def get(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return the state dict `name`, or None if it is not published.
+        """Return the state dict `name`, or None if it is not published or was evicted in part.
 
-        Its tensors are mapped, not copied, and in the order in which they were put. A write to a
-        tensor copies the pages it changes, so only tensors in this state dict that share the
-        storage see the change. If the manager has evicted any part of the state dict, the result is
-        None.
+        Its tensors are in the order in which they were put. They are mapped, not copied. A write to
+        a tensor goes to a private copy of the page, which only tensors of this result with the same
+        storage see.
 
         Raises:
             ConfigError: The name is not valid.

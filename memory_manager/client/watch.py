@@ -45,7 +45,7 @@ class ReconnectingClient(Protocol):
         """Return the descriptor of the client's socket to watch, or -1 without a connection."""
 
     def reconnect(self) -> object:
-        """Connect to the next manager and offer it the leased slabs.
+        """Connect to the next manager, and offer it the memory that is leased.
 
         If the present connection still works, nothing is done.
 
@@ -100,8 +100,8 @@ def _wait_for_hang_up(fd: int) -> None:
 def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
     """Offer a slab of a dead manager to the manager behind `connection`.
 
-    Return whether that manager has accepted the slab. If so, the leases in the slab are now leases
-    of this connection.
+    Return whether that manager has accepted the slab. If so, the leases in the slab now belong to
+    this connection.
     """
     leases = [lease for lease in slab.leases.living() if not lease.closed]
     spans = slab.spans()

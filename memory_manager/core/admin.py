@@ -83,14 +83,17 @@ def totals(state: ManagerState, now: float, started: float) -> Totals:
 
 
 def saved(state: ManagerState, now: float) -> int:
-    """Return the bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
+    """Return a lower bound of the bytes of memory that sharing saves."""
     clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
     leased = _nbytes(r for r in state.ledger.residents.values() if r.leases)
     return saved_bytes(clients, leased)
 
 
 def overview(state: ManagerState, now: float) -> dict[str, Any]:
-    """Return the totals and tables of `tensor-dedup status --json`, without residents."""
+    """Return the manager's totals and tables, without the table of resident tensors.
+
+    The result is a dict in the form that `tensor-dedup status --json` prints.
+    """
     clients = [c for c in state.connections.values() if c.name not in (None, COMMAND)]
     tables: dict[str, list[Any]] = {
         "clients": [_client(c, now) for c in clients],
@@ -292,10 +295,10 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 
 
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
-    """Handle Evict: free the slabs of a checkpoint, or of one digest.
+    """Handle Evict: free the slabs with the tensors of a checkpoint, or of one digest.
 
-    Slabs that are in use or pinned are kept. The answer has the number of tensors freed, and the
-    bytes of their slabs.
+    A slab is kept if any tensor in it is in use or pinned. The answer has the number of tensors
+    freed, and the bytes of their slabs.
     """
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]

@@ -31,10 +31,10 @@ _SHARE_REMEMBERED: Final = 16
 
 @dataclass(slots=True, eq=False)
 class ResidentEntry:
-    """A tensor in a sealed slab.
+    """A tensor in a sealed slab (block of memory).
 
     `leases` counts the leases on the tensor, and `asleep` those leases that belong to sleeping
-    engines. `holds` counts the leases and also the open puts that need the tensor.
+    engines. `holds` counts the leases and also the unfinished puts (builds) that need the tensor.
     """
 
     digest: str
@@ -57,8 +57,8 @@ class SlabState:
     * `busy`: whether a backend job runs on the slab.
     * `doomed`: whether the slab will be released when that job ends.
     * `released_but_mapped`: the manager has released the slab, but a process may have it mapped.
-    * `holds`: the sum of `holds` over its residents.
-    * `named`: the bytes for the checkpoint names of its residents.
+    * `holds`: the sum of `holds` of the tensors in the slab.
+    * `named`: the bytes that the names of these tensors' checkpoints take.
     * `lingering`: the processes that may still have the slab mapped, as recorded by `linger`.
     """
 
@@ -77,16 +77,16 @@ class SlabState:
 
     @property
     def held(self) -> bool:
-        """Whether a client, a put or a backend job uses the slab, so that it cannot be evicted."""
+        """Whether the slab is in use, so that it cannot be evicted."""
         return self.busy or self.owned or bool(self.lingering) or bool(self.holds)
 
 
 class Ledger:
-    """The ledger of all slabs, residents and pins, and of the bytes that they cost.
+    """The ledger of all slabs (blocks of memory), their tensors, the pins, and the costs.
 
     * `budget`: the bytes that may be in use.
-    * `mappings_hold`: whether mapped memory stays valid after the manager has closed it. If False,
-      the manager keeps a released slab open until no process can have it mapped.
+    * `mappings_hold`: whether mapped memory stays valid after the manager has freed the slab. If
+      False, a released slab is freed only when no process can have it mapped.
     * `max_slabs`: the number of slabs that the manager may hold at a time, because each needs a
       descriptor.
     """
@@ -218,10 +218,10 @@ class Ledger:
             self._idle[slab.number] = slab
 
     def idle(self, slab: SlabState) -> bool:
-        """Record that the backend job on a slab has ended, so that the slab is idle.
+        """Record that the backend job on a slab has ended.
 
-        Return True, or False if the slab was dropped while the job ran. In that case it is released
-        now.
+        If the slab was dropped while the job ran, release the slab now and return False. Otherwise
+        return True.
         """
         slab.busy = False
         if slab.doomed:
@@ -250,7 +250,7 @@ class Ledger:
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
         """Make a tensor in a sealed slab resident, and return its entry.
 
-        If another resident has the same digest, return the entry of that resident instead.
+        If the digest is resident already, return the existing entry instead.
         """
         first = self.residents.get(digest)
         if first is not None:
@@ -298,7 +298,7 @@ class Ledger:
         return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
 
     def named(self, name: str) -> list[ResidentEntry]:
-        """Return the residents of the checkpoint `name`, or the one whose digest is `name`."""
+        """Return the tensors of the checkpoint `name`, or the tensor whose digest is `name`."""
         found = self.residents.get(name)
         return [r for r in self.residents.values() if r is found or name in r.checkpoints]
 
@@ -309,10 +309,10 @@ class Ledger:
         return self.remembered + nbytes <= self._max_remembered
 
     def remember(self, nbytes: int) -> bool:
-        """Count `nbytes` for the manager's own records.
+        """Count `nbytes` for the manager's own records, and return True.
 
-        Return False, and count nothing, if the limit of these records is reached. Otherwise
-        `charged` may be above the budget afterwards; `trim` then evicts unused slabs.
+        If that would exceed the limit of these records, count nothing and return False. After a
+        call, `charged` may be above the budget; `trim` then evicts unused slabs.
         """
         if not self.may_remember(nbytes):
             return False

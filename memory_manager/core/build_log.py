@@ -22,7 +22,7 @@ _MAX_TALLIES: Final = 64  # of one client, which may name as many checkpoints as
 def count(
     state: ManagerState, connection: ClientState, put: PutState, now: float, slab: SlabState
 ) -> None:
-    """Add the tensors in `slab`, which `put` has made resident, to the sum for its checkpoint."""
+    """Add the tensors that `put` has made resident in `slab` to the sum for its checkpoint."""
     if put.checkpoint not in connection.tallies and len(connection.tallies) >= _MAX_TALLIES:
         name = next(iter(connection.tallies))
         _say(state, connection, name, connection.tallies.pop(name))
@@ -33,9 +33,10 @@ def count(
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Log the sum of each client and checkpoint to which nothing was added for a few seconds.
+    """Log the sums to which nothing was added for a few seconds.
 
-    A sum waits as long as the client has an unfinished put for the checkpoint.
+    There is a sum for each client and checkpoint. It is not logged while the client has an
+    unfinished put for the checkpoint.
     """
     for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
@@ -46,7 +47,7 @@ def look(state: ManagerState, now: float) -> None:
 
 
 def say_all(state: ManagerState, connection: ClientState) -> None:
-    """Log the sums of all checkpoints of a client, because the client or the manager ends."""
+    """Log all sums of a client. Call it when the connection or the manager ends."""
     for name, tally in connection.tallies.items():
         _say(state, connection, name, tally)
     connection.tallies.clear()

@@ -70,8 +70,8 @@ class Core:
     """The state machine of the memory manager, without sockets, memory, threads or a clock.
 
     Only one thread at a time may use it. Methods take the time `now` in seconds of a monotonic
-    clock. Methods that handle an event return the effects, which the caller must perform in order.
-    The caller numbers the connections and processes, and never uses a number twice.
+    clock. Methods that handle an event return effects: actions that the caller must perform in
+    order. The caller numbers the connections and processes, and never uses a number twice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -84,10 +84,7 @@ class Core:
 
     @property
     def state(self) -> ManagerState:
-        """The state, which callers may read but not change.
-
-        Tests read it, and the server reads it to hand slabs over to the next manager.
-        """
+        """The state, which callers may read but not change."""
         return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
@@ -200,7 +197,10 @@ class Core:
     def allocated(
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
-        """Handle the result of an AllocateSlab effect; `failure` is None if it succeeded."""
+        """Handle the result of an AllocateSlab effect.
+
+        `failure` is None if the allocation succeeded, otherwise the code and text of the error.
+        """
         puts.allocated(self._state, now, slab, failure)
         return self._effects()
 
@@ -235,12 +235,12 @@ class Core:
     ) -> tuple[int, list[Effect]]:
         """Take over a slab of the last manager.
 
-        Return the number of the slab, which is also in the ReclaimSlab effect, and the effects.
-        `spans` and `checkpoints` describe the tensors in the slab, in the same order.
+        Return the new number of the slab, and the effects. The ReclaimSlab effect has the same
+        number. `spans` and `checkpoints` describe the tensors in the slab, in the same order.
 
         Raises:
-            RefusedError: There is no room for the slab or its descriptor, or `spans` do not fit
-                into it.
+            RefusedError: There is no room for the slab or its descriptor, or no slab can have this
+                size and these `spans`.
         """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()
@@ -248,7 +248,7 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time: end waits that are over, and close idle connections.
 
-        A connection is idle if its client has sent no Hello in time.
+        Connections are idle if their clients have not sent Hello in time.
         """
         wait_queue.look(self._state, now)
         build_log.look(self._state, now)
@@ -276,11 +276,14 @@ class Core:
         return admin.totals(self._state, now, 0.0)
 
     def saved_bytes(self, now: float) -> int:
-        """Return the bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
+        """Return a lower bound of the bytes of memory that sharing saves."""
         return admin.saved(self._state, now)
 
     def overview(self, now: float) -> dict[str, Any]:
-        """Return the totals and tables of `tensor-dedup status --json`, without residents."""
+        """Return the manager's totals and tables, without the table of resident tensors.
+
+        The result is a dict in the form that `tensor-dedup status --json` prints.
+        """
         return admin.overview(self._state, now)
 
     def _effects(self) -> list[Effect]:

@@ -54,8 +54,8 @@ class SealAndHash:
 class ReclaimSlab:
     """Check and hash a slab of an earlier manager; then call `Core.hashed`.
 
-    The slab's descriptor came with the message that is being handled, or was inherited. A piece is
-    the offset, size and digest of a tensor.
+    The slab's descriptor came with the present message, or was inherited from the earlier manager.
+    A piece is the offset, size and digest of a tensor.
     """
 
     slab: int
@@ -83,7 +83,7 @@ class FreeSlab:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Stop watching a process, which has no connection and no memory counted for it."""
+    """Stop watching a process that has no connection and no memory counted for it."""
 
     process: int
 

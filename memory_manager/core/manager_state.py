@@ -58,7 +58,8 @@ class PutState:
 
     * `number` is never used again, so messages about an earlier put are recognised.
     * `spans` has the offset, size and announced digest ("" if unknown) of each tensor in the slab.
-    * `held` are the residents of the put's tensors, also those that existed before.
+    * `held` has the entries of the put's tensors once the slab is sealed. They are not evicted
+      while the put lasts.
     * `progress` is the time of the builder's last message.
     * `cost` is the memory that the manager needs to remember the put, in bytes.
     """
@@ -101,7 +102,7 @@ class PutState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """The tensors that a client has built for one checkpoint since the last log line about them."""
+    """The tensors that a client has built for one checkpoint and that are not logged yet."""
 
     since: float
     until: float
@@ -119,7 +120,7 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class ClientState:
-    """A connection of a client. `name` is None until it has sent Hello."""
+    """A connection of a client. `name` is None until the client has sent Hello."""
 
     number: int
     process: int
@@ -141,9 +142,10 @@ class ClientState:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A client's process. Without connections, it stays listed while it may have slabs mapped.
+    """A process with connections, or with slabs that it may still have mapped.
 
-    `lingering` are the numbers of these slabs.
+    `lingering` has the numbers of the slabs that it may have mapped although one of its connections
+    or puts has ended.
     """
 
     number: int
@@ -167,7 +169,7 @@ class PendingOffer:
 
 @dataclass(slots=True, eq=False)
 class ManagerState:
-    """The whole state of the manager, and the effects that are still to be returned."""
+    """The whole state of the manager, and the effects (actions) to be returned next."""
 
     settings: Settings
     ledger: Ledger
@@ -281,9 +283,9 @@ class ManagerState:
             self.ledger.forget(ASLEEP_BYTES)
 
     def charge(self, slab: SlabState, process: int) -> None:
-        """Count a slab against the budget until `process` has ended.
+        """Count a slab against the budget until `process`, which may have it mapped, has ended.
 
-        The process may have the slab mapped. If it has ended already, nothing is done.
+        If the process has ended already, nothing is done.
         """
         if process in self.processes:
             self.ledger.linger(slab, process)
@@ -338,9 +340,10 @@ class ManagerState:
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Evict slabs above the budget, and queue the effects for all slabs that were released.
+        """Evict unused slabs until the budget is kept or none is left to evict.
 
-        Records that have lost a tensor are removed.
+        Records that have lost a tensor are removed. Effects are queued to free the slabs that were
+        released, and to cancel jobs that are no longer needed.
         """
         self.ledger.trim()
         for record in list(self.ledger.orphans):

@@ -146,7 +146,10 @@ def _start(state: ManagerState, put: PutState, slab: SlabState) -> None:
 def allocated(
     state: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
 ) -> None:
-    """Handle the backend's result for the slab `number`; `failure` is None if it succeeded."""
+    """Handle the result of allocating the slab `number`.
+
+    `failure` is None if the allocation succeeded, otherwise the code and text of the error.
+    """
     put, slab = state.filling.pop(number), state.ledger.slabs[number]
     connection = state.connections.get(put.connection)
     if not state.ledger.idle(slab) or connection is None:
@@ -244,7 +247,7 @@ def hashed(
 def announced_problem(
     spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
 ) -> tuple[Code, str] | None:
-    """Return the reason why a hashed slab cannot be used, as an error code and a text, or None.
+    """Return why a hashed slab cannot be used, as an error code and a text, or None if it can.
 
     The slab cannot be used if the backend failed, or if a digest differs from the one that the
     client announced.
@@ -346,7 +349,7 @@ def _published(
 def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
     """Handle Abandon: end a put. An unknown put is ignored.
 
-    The client has unmapped the slab. Unless the slab has resident tensors, it is freed.
+    The client has unmapped the slab. The slab is freed if it has no resident tensors.
     """
     put = connection.puts.get(message.put)
     if put is None:

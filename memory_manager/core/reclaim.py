@@ -1,6 +1,7 @@
-"""Slabs of an earlier manager, which a client offers or which that manager left with systemd.
+"""Take back slabs (blocks of memory) of an earlier manager.
 
-Each slab is checked and hashed before its tensors are lent again.
+A client offers them, or the earlier manager has left them with systemd. Each slab is checked, and
+hashed if it is host memory, before its tensors are lent again.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,14 @@ def inherit(
     spans: Sequence[DigestSpan],
     checkpoints: Sequence[Sequence[str]],
 ) -> int:
-    """Take over a slab that the last manager left with systemd; return its number.
+    """Take over a slab that the last manager left with systemd; return its new number.
 
-    `spans` are the tensors in the slab. `checkpoints` has, for each of them, the names of the
-    checkpoints that it belongs to.
+    `spans` are the tensors in the slab. `checkpoints` has the names of each tensor's checkpoints,
+    in the same order.
 
     Raises:
-        RefusedError: There is no room for the slab.
+        RefusedError: There is no room for the slab or its descriptor, or no slab can have this size
+            and these `spans`.
     """
     slab = _slab_for(state, now, nbytes, spans, _NOBODY)
     names = tuple(tuple(each) for each in checkpoints)
@@ -56,10 +58,7 @@ def inherit(
 
 
 def leave(state: ManagerState, connection: ClientState) -> None:
-    """Drop the slabs that a client has offered and that are still being hashed.
-
-    This is done when the client leaves.
-    """
+    """Drop the slabs that a leaving client has offered and that are still being hashed."""
     for number, pending in state.offers.items():
         if pending.connection == connection.number:
             state.ledger.drop(state.ledger.slabs[number])

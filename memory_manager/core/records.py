@@ -35,8 +35,8 @@ def key_cost(key: str) -> int:
 class Records:
     """A bounded table of layer records by key.
 
-    The caller drops the least recently used key while the table exceeds its limit. Equal records
-    are stored once, even if tens of keys lead to them.
+    The table does not drop keys by itself. While it exceeds its limit, the caller must drop the
+    least recently used key. Equal records are stored once, even if many keys lead to them.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:

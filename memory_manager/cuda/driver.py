@@ -80,7 +80,7 @@ class Driver(Protocol):
         """Release a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
 
     def export(self, handle: int) -> int:
-        """Return a new file descriptor of the memory (cuMemExportToShareableHandle).
+        """Return a new file descriptor of a handle's memory (cuMemExportToShareableHandle).
 
         The caller owns the descriptor.
         """
@@ -137,8 +137,8 @@ class Driver(Protocol):
     def mark(self) -> int:
         """Return an event that marks the end of the work queued so far.
 
-        It is made by cuEventCreate and cuCtxRecordEvent. This invalidates a graph capture in
-        progress, so finalizers must not call the method.
+        The driver's calls are cuEventCreate and cuCtxRecordEvent. They invalidate a CUDA graph
+        capture in progress, so finalizers must not call this method.
         """
 
     def done(self, event: int) -> bool:
@@ -151,7 +151,7 @@ class Driver(Protocol):
         """Destroy an event (cuEventDestroy)."""
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate mapped memory that `ipc_handle` accepts, and return its address (cuMemAlloc)."""
+        """Allocate memory that `ipc_handle` accepts, and return its address (cuMemAlloc)."""
 
     def deallocate(self, address: int) -> None:
         """Free memory from `allocate` (cuMemFree)."""
@@ -228,11 +228,12 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 
 
 class Undo:
-    """A context manager that undoes the added steps, last first, unless `keep` was called.
+    """A context manager that calls functions ("steps") at its end to undo earlier actions.
 
-    Use it in one thread only. If a step fails with a BackendError, the others are still undone. The
-    error of the failed step is added as a note to the error that ended the block, or logged if
-    there is none.
+    The step that was added last is called first. `keep` discards all steps. If a step raises
+    BackendError, the other steps are still called, and the error is added as a note to the error
+    that ended the block. If no error ended the block, the step's error is logged. Use the object in
+    one thread only.
     """
 
     def __init__(self) -> None:

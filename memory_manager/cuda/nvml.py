@@ -15,8 +15,8 @@ _MODULE: Final = "pynvml"  # what nvidia-ml-py is imported as
 class ProcessUse(msgspec.Struct, frozen=True):
     """The GPU memory of one process in bytes, or None if NVML does not report it.
 
-    NVML often cannot report it in containers. If several processes map the same memory, it counts
-    for the process that allocated it, as long as that process has it open.
+    In containers, NVML often reports no sizes. Memory that several processes map counts for the
+    process that allocated it, as long as that process keeps it open.
     """
 
     pid: int
@@ -33,7 +33,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     processes: list[ProcessUse]
 
     def of(self, pid: int) -> ProcessUse | None:
-        """Return the memory use of the process `pid`, or None if it has no context on this GPU."""
+        """Return what the process `pid` uses, or None if it has no CUDA context on this GPU."""
         return next((each for each in self.processes if each.pid == pid), None)
 
     def to_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DigestSpan(WirePart, frozen=True):
 class Extent(WirePart, frozen=True):
     """A leased tensor: its place in a slab, its digest, and the number of the lease.
 
-    `slab` is the position of the slab in the reply's list; `offset` and `nbytes` are in bytes.
+    `slab` is the index of the slab in the reply's list; `offset` and `nbytes` are in bytes.
     """
 
     slab: Number
@@ -63,7 +63,10 @@ class Extent(WirePart, frozen=True):
 
 
 class SlabRef(WirePart, frozen=True):
-    """The number and size of a slab. Its descriptor is sent with the reply, in the same order."""
+    """The number of a slab, and its size in bytes.
+
+    A reply with a list of these brings the slabs' descriptors in the same order.
+    """
 
     slab: Number
     nbytes: Size
@@ -80,10 +83,7 @@ class LayerHit(WirePart, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of a client.
-
-    `name` is shown to people. A load gives the names of its program and process.
-    """
+    """The first message of a client. `name` is shown by `tensor-dedup status`."""
 
     name: Name
 
@@ -116,7 +116,7 @@ class Reserve(Message, frozen=True):
 
 
 class Allocate(Message, frozen=True):
-    """Ask for the slab of a put, with room for all tensors in `pieces`."""
+    """Ask for the slab (block of memory) of a put, with room for all tensors in `pieces`."""
 
     put: Number
     pieces: Annotated[list[PutPiece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -131,8 +131,8 @@ class Progress(Message, frozen=True):
 class Seal(Message, frozen=True):
     """Ask to seal and hash a slab that has been written and unmapped.
 
-    The tensors in the slab then become resident. `digests` has the digests of all of them if these
-    were not known before the tensors were written; otherwise it is empty.
+    The tensors in the slab then become resident. If their digests became known only during the
+    writing, `digests` has the digests of all tensors. Otherwise it is empty.
     """
 
     put: Number
@@ -144,9 +144,9 @@ class Seal(Message, frozen=True):
 class Publish(Message, frozen=True, omit_defaults=True):
     """Make a key lead to a layer record, whose tensors are resident.
 
-    If `put` is 0, the key need not be reserved; clients use this, for example, to publish a record
-    again with a new manager. `also` has further keys that will lead to the record, except keys that
-    are being built.
+    `put` is the number of the put that has reserved the key, or 0 without a reservation. `also` has
+    further keys for the record. Those that have a record already, that are being built, or for
+    which no memory is left, are left out.
     """
 
     put: Number
@@ -181,10 +181,10 @@ class Release(Message, frozen=True):
 
 
 class StandBy(Message, frozen=True):
-    """Mark leases as held by an engine that sleeps, or by one that has woken.
+    """Mark leases as held by a sleeping engine or, with `asleep=False`, remove the marks.
 
-    The reply says which of the tensors are used by an engine that is awake. A lease keeps its
-    tensor in either case.
+    A marked lease keeps its tensor in memory, too. The reply says which of the tensors are used by
+    an engine that is awake.
     """
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
@@ -211,9 +211,9 @@ class Rows(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Protect a checkpoint's tensors, or one tensor, from eviction; or end that protection.
+    """Protect a checkpoint's tensors, or one tensor, from eviction.
 
-    `name` is a checkpoint's name or a tensor's digest.
+    With `pinned=False`, that protection ends. `name` is a checkpoint's name or a tensor's digest.
     """
 
     name: Name
@@ -221,7 +221,10 @@ class Pin(Message, frozen=True):
 
 
 class Evict(Message, frozen=True):
-    """Free the tensors of a checkpoint, or of one digest, that are neither in use nor pinned."""
+    """Free the slabs (blocks of memory) with the tensors of a checkpoint, or of one digest.
+
+    A slab is kept if any tensor in it is in use or pinned.
+    """
 
     name: Name
 
@@ -273,7 +276,7 @@ class Welcome(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The answer to Lookup. It covers the first `len(layers)` keys; ask again for the others.
+    """The answer to Lookup for the first `len(layers)` keys. Ask again for the other keys.
 
     The entry of a key without a published layer is None.
     """
@@ -283,7 +286,7 @@ class Found(Message, frozen=True):
 
 
 class FoundDigests(Message, frozen=True):
-    """The answer to LookupDigests. It covers the first `len(extents)` digests.
+    """The answer to LookupDigests for the first `len(extents)` digests.
 
     Ask again for the other digests. The entry of a digest that is not resident is None.
     """
@@ -293,7 +296,10 @@ class FoundDigests(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """The answer to Reserve, with one word for each key. `put` is 0 if none was granted."""
+    """The answer to Reserve, with one word for each key.
+
+    `put` is the number of the put for the granted keys, or 0 if no key was granted.
+    """
 
     put: Number
     answers: list[Literal["granted", "building", "ready"]]
@@ -312,7 +318,7 @@ class Allocated(Message, frozen=True):
 class Sealed(Message, frozen=True):
     """The answer to Seal: the digest of each tensor.
 
-    All these tensors are now resident, and the put holds them.
+    The tensors are now resident, and are not evicted while the put lasts.
     """
 
     digests: list[Digest]
@@ -328,14 +334,15 @@ class Waited(Message, frozen=True):
 class StoodBy(Message, frozen=True):
     """The answer to StandBy: for each lease, whether an engine that is awake uses its tensor.
 
-    That is so if a put, or a lease that is not marked as asleep, holds the tensor.
+    This is the case if any client has a lease on the tensor that is not marked as asleep, or an
+    unfinished put needs the tensor.
     """
 
     awake: list[bool]
 
 
 class Offered(Message, frozen=True):
-    """The answer to Offer: the number of a lease on each tensor in the slab."""
+    """The answer to Offer: the numbers of new leases, one for each of `Offer.pieces` in order."""
 
     leases: list[Number]
 

@@ -65,7 +65,7 @@ class ClientRow(WirePart, frozen=True):
 def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
     """Return a lower bound of the bytes of memory that sharing saves.
 
-    This is the sum of the bytes that each process uses, less `leased_bytes`: the size of all
+    The result is the sum of the bytes that the processes use, minus `leased_bytes`, the size of all
     tensors in use, each counted once. If a process has several connections, only the one with the
     most bytes counts, because they may lease the same tensors.
     """
@@ -89,7 +89,7 @@ class CheckpointRow(WirePart, frozen=True):
 
 
 class ResidentRow(WirePart, frozen=True):
-    """A tensor in the manager's memory. `checkpoints` has some of the names it belongs to."""
+    """A tensor in the manager's memory. `checkpoints` has at most three of its checkpoints."""
 
     digest: str
     nbytes: int
@@ -99,7 +99,10 @@ class ResidentRow(WirePart, frozen=True):
 
 
 class BuildRow(WirePart, frozen=True):
-    """A put in progress. `silent_s` is the time in seconds since the builder's last message."""
+    """A put (a client's right to build layers) in progress.
+
+    `silent_s` is the time in seconds since the builder's last message.
+    """
 
     put: int
     pid: int

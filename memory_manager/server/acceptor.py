@@ -184,8 +184,7 @@ class Acceptor:
         """Return the next connection, or None if there is none or it was refused.
 
         Raises:
-            OSError: There is no descriptor left (see `lacks_descriptors`); the connection stays
-                queued.
+            OSError: There is no descriptor left to accept the connection, which stays queued.
         """
         try:
             connection, _ = self._listener.accept()

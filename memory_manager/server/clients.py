@@ -31,7 +31,7 @@ _RETRY_S: Final = 0.02
 class ClientSocket:
     """A client's socket, and the messages that are still to be sent to it.
 
-    `outbox` has these messages, each with the memory whose descriptors it will send. `drop` frees
+    `outbox` has these messages, each with the memory whose descriptors are sent along. `drop` frees
     objects on another thread.
     """
 
@@ -251,7 +251,7 @@ class Clients:
                 self._flush(client)
 
     def hang_up(self, client: ClientSocket) -> None:
-        """Close a connection and report it to the receiver of events."""
+        """Close a connection, and report its end to the receiver of events."""
         self._drop(client)
         self._events.disconnected(client)
         if self._processes.get(client.process, 0) is None:

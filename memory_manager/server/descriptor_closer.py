@@ -62,7 +62,7 @@ class DescriptorCloser:
             self._counts[what] += by
 
     def close_received(self, descriptors: Iterable[int]) -> None:
-        """Queue descriptors that a client has sent, to be closed by the thread for them."""
+        """Close descriptors that a client has sent, on the thread for such descriptors."""
         for fd in descriptors:
             self._count("received", 1)
             self._received.put(fd)
@@ -106,7 +106,7 @@ class DescriptorCloser:
     def end(self) -> None:
         """End the threads, after all memory is freed.
 
-        Descriptors from clients are waited for only briefly.
+        If descriptors from clients cannot be closed within a second, they are left open.
         """
         self._work.put(None)
         self._received.put(-1)

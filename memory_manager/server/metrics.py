@@ -79,10 +79,10 @@ _ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 
 
 
 def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
-    """Return a new histogram of the seconds that look-ups take, and its child for one device.
+    """Return a new histogram of the seconds that look-ups of layers or tensors take.
 
-    A look-up is a request for layers or tensors. The caller records it in the child, which is
-    labelled with `device`.
+    Also return the histogram's child with the label `device`, in which the caller records each
+    look-up.
     """
     text = "Seconds from a look-up of layers or tensors until its answer is on its way."
     name = _PREFIX + "attach_seconds"
@@ -114,7 +114,7 @@ class MetricsSource(Protocol):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of memory that sharing saves."""
+        """A lower bound of the bytes of memory that sharing saves."""
 
     @property
     def overview(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class MetricsSource(Protocol):
 
     @property
     def silence_s(self) -> float | None:
-        """The seconds since the event loop last ran through, or None while it is not running."""
+        """The seconds since the event loop last made progress, or None while it is not running."""
 
 
 class TotalsCollector(Collector):

@@ -38,8 +38,8 @@ def _name(checkpoint: str) -> str:
 class Preload:
     """A thread that loads checkpoints into the manager, each in a process of its own.
 
-    A checkpoint is a path, or NAME=PATH. With a name, its tensors are published under that name, as
-    `connect().put` does; without one, they are built as vLLM's engines need them.
+    A checkpoint is given as PATH or NAME=PATH. With a name, its tensors are published as a state
+    dict under that name. Without a name, they are built as vLLM's engines need them.
     """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
@@ -61,7 +61,7 @@ class Preload:
         self._closed = False
 
     def start(self) -> None:
-        """Start the thread, unless there are no checkpoints to load.
+        """Start the thread, if there are checkpoints to load.
 
         If the system cannot start the thread, a warning is logged.
         """

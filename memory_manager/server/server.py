@@ -129,7 +129,7 @@ class Server:
     def run(self) -> None:
         """Serve until stopped, then close everything.
 
-        Memory that clients have mapped stays valid.
+        Host memory that clients have mapped stays valid, and so does GPU memory of the `vmm` backend.
         """
         self._own_descriptors = sum(1 for _ in _OPEN.iterdir()) if _OPEN.is_dir() else 0
         self._watch_listener()
@@ -144,7 +144,7 @@ class Server:
 
     @property
     def silence_s(self) -> float | None:
-        """The seconds since the event loop last ran through, or None while it is not running.
+        """The seconds since the event loop last made progress, or None while it is not running.
 
         Safe from any thread.
         """
@@ -269,7 +269,7 @@ class Server:
     def received(self, client: ClientSocket, datagram: wire.Datagram) -> None:
         """Pass a message to the core, and perform the effects at once.
 
-        Effects may use the descriptors of the message; the descriptors that are left are closed.
+        Descriptors of the message that no effect has used are closed.
         """
         self._arrived = datagram.descriptors
         try:

@@ -123,7 +123,7 @@ class SlabJobs:
         self._start(job)
 
     def cancel(self, slab: int) -> None:
-        """End the job on a slab after its present step, as failed. Its outcome is still queued.
+        """End the job on a slab as failed, after its present step. Its outcome is still queued.
 
         If the slab has no job, nothing is done.
         """

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Slabs:
-    """The memory of the slabs that the core knows, by number.
+    """The memory of all slabs (blocks of memory), by the core's numbers for them.
 
     Only the event loop's thread may use this object, except for `ring`.
     """
@@ -55,7 +55,7 @@ class Slabs:
         self._jobs.ring()
 
     def inherit(self, slab: int, fd: int) -> None:
-        """Store the descriptor of an inherited slab until the core's ReclaimSlab effect for it."""
+        """Store the descriptor of an inherited slab, for the core's later ReclaimSlab effect."""
         self._inherited[slab] = fd
 
     def memories(self, slabs: Sequence[int]) -> tuple[Memory, ...]:
@@ -69,8 +69,8 @@ class Slabs:
     ) -> None:
         """Perform an effect of the core.
 
-        A ReclaimSlab takes the descriptor of its slab from `arrived`, the descriptors that came
-        with the present message, unless `inherit` has stored one for the slab.
+        `arrived` has the descriptors that came with the present message. For a ReclaimSlab, the
+        slab's descriptor is the one that `inherit` has stored, or else is taken from `arrived`.
         """
         match effect:
             case AllocateSlab(slab, nbytes, process):

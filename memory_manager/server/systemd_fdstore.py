@@ -4,9 +4,9 @@ When the manager ends, it sends the descriptors of its sealed slabs to systemd, 
 memory file that has an index of their contents. The next manager inherits the descriptors. It
 decodes the index strictly, and checks and hashes the slabs like slabs that clients offer.
 
-Slabs of GPU memory cannot be hashed, so their digests are taken from the index. It lists each slab
-by the name of its descriptor. Such a name is never used twice, so no slab gets the digests of
-another one.
+Slabs of GPU memory cannot be hashed, so their digests are taken from the index. The index lists
+each slab by the name of its descriptor. Such a name is never used twice, so no slab gets the
+digests of another one.
 """
 
 import array
@@ -55,7 +55,7 @@ class HandoverTensor(WirePart, frozen=True):
 
 
 class HandoverSlab(WirePart, frozen=True):
-    """A slab. Its descriptor is stored under `name`, a hyphen and the `generation` of the index."""
+    """A slab. Its descriptor is stored as NAME-GENERATION, with the index's `generation`."""
 
     name: Name
     nbytes: Size

@@ -108,12 +108,14 @@ _versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyD
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Wrap `nn.Module._apply`, which all conversions call, for as long as tensors are shared.
+    """Wrap `nn.Module._apply`, which all conversions call, to keep shared tensors shared.
 
-    The first conversion after the last shared tensor is gone removes the wrapper. `config` is used
-    to share the tensors that a conversion makes. `alone()` returns a context manager that keeps
-    other threads from converting modules. Its value is False while this thread loads a model,
-    because the load shares the tensors itself. A second call only replaces `config`.
+    `config` is used to share the tensors that a conversion makes. `alone()` returns a context
+    manager that keeps other threads from converting modules. Its value is False while this thread
+    loads a model, because the load shares the tensors itself.
+
+    The first conversion after the last shared tensor is gone removes the wrapper. While the wrapper
+    exists, another call replaces `config`.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -314,11 +316,12 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait for the devices, and keep residents in host memory for a model that is offloaded.
+        """Wait until the devices have finished their work for this conversion.
 
-        Call it after the conversion. After the wait, other models may use the converted tensors,
-        and threads may hash them. An offloaded model returns to its residents in host memory after
-        each use, without a copy or a hash.
+        Call this after torch has passed all tensors to this object. After the wait, other models
+        may use the converted tensors, and threads may hash them. If accelerate offloads the model,
+        its residents in host memory are kept, so that the model returns to them without a copy or a
+        hash.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):
@@ -327,9 +330,9 @@ class Conversion:
             _kept[self._model] = self._comes_back_to
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record which resident each cast tensor in `parameters` has become.
+        """Record the residents of those `parameters` that this conversion has cast.
 
-        Later casts of the same tensors then use that resident.
+        Later casts of the same tensors then use these residents.
         """
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_of(cast).items():

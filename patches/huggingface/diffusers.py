@@ -43,11 +43,11 @@ WARM_UPS: Final = tuple(
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function of Diffusers to replace, as a Seam, with the function that wraps it.
+    """Yield pairs: a function of Diffusers to replace, and the function that wraps it.
 
-    Where Diffusers sets a tensor, the wrapper also calls `note(model, name)`. The functions that
-    warm up the device allocator are replaced by one that does nothing, because they would reserve
-    memory for weights that may be shared.
+    A Seam names the function to replace. Where Diffusers sets a tensor, the wrapper also calls
+    `note(model, name)`. The functions that warm up the device allocator are replaced by one that
+    does nothing, because they would reserve memory for weights that may be shared.
     """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class EnabledSwitch:
     """The switch that enables sharing in the whole process.
 
-    `config` is the configuration that `enable` has set, or None while sharing is disabled. It is
-    not a context variable, because worker threads do not inherit context variables.
+    `config` is the configuration that `enable` has set, or None while sharing is disabled. All
+    threads see the same configuration.
     """
 
     def __init__(self) -> None:

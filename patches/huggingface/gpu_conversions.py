@@ -35,8 +35,8 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 class PendingTransfer(NamedTuple):
     """A parameter that is to be moved to a GPU.
 
-    `source` is the key of its resident in host memory, and `target` is the key of the resident that
-    it uses on the GPU.
+    `source` is the key of the parameter's resident in host memory, and `target` is the key of the
+    resident that the parameter is to use on the GPU.
     """
 
     parameter: nn.Parameter
@@ -50,11 +50,11 @@ class PendingTransfer(NamedTuple):
 
 
 class GpuConversion:
-    """The transfer of one model's shared tensors to one GPU.
+    """The part of a model's conversion that moves its shared tensors to one GPU.
 
-    Equal tensors in the model stay separate, because each uses another replica of the resident.
-    `taken` lists the replicas that the model uses on the GPU already. `failed` is the first error
-    as text, or None. Use the object in one thread only.
+    If the model has equal tensors, each uses a resident of its own on the GPU (a replica). `taken`
+    lists the replicas that the model uses there already. `failed` is the first error as text, or
+    None. Use the object in one thread only.
     """
 
     def __init__(

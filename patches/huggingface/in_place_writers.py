@@ -1,8 +1,8 @@
 """Give tensors private memory before code writes to them in place on a GPU or another device.
 
-This is not needed in host memory, where the kernel copies on write. The wrappers are installed when
-the first memory of another kind is shared (`tensor_dedup.loader.unsharing.private`). They then stay
-in place, but do nothing for models that share no memory of that kind.
+In host memory, where the kernel copies on write, this is needed only with
+`TENSOR_DEDUP_READ_ONLY=1`. The wrappers are installed when the first memory that needs them is
+shared. They then stay in place, but do nothing for models that share no such memory.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ Before = Callable[..., Iterable[torch.Tensor]]
 def install() -> None:
     """Wrap all known functions that write to parameters in place. Idempotent.
 
-    The wrappers give the parameters private memory first. Only the wrapper for
-    torch.distributed.checkpoint raises UnsupportedError instead: call `unshare` before
+    Before a function writes to shared parameters, its wrapper gives them private memory. The
+    wrapper for torch.distributed.checkpoint raises UnsupportedError instead: call `unshare` before
     `state_dict()`. Functions in a module that is not imported yet are wrapped when it is imported.
     """
     _guard(LOAD_STATE, _copied_into)

@@ -250,11 +250,11 @@ def run(
     are not shared. `checkout` is the stored checkpoint (`store://NAME`) to load, or None for any
     other.
 
-    * Only one load runs at a time: a load in another thread is waited for.
-    * Within a load in the same thread, the models belong to that load and its report.
-    * If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
-    * If `call` fails, the random number generators are restored, and the error is raised. After a
-      second call, or within another load, they are not restored.
+    - Only one load runs at a time: a load in another thread is waited for.
+    - If this thread runs a load already, the models belong to that load and its report.
+    - If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
+    - If `call` fails otherwise, the random number generators are restored, and the error is raised.
+      They are not restored if a second call fails, or within another load.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.
@@ -345,7 +345,7 @@ def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Move a pipeline or module to `device`, and share its tensors that lie in host memory.
+    """Move a pipeline or module to `device`, and share its private tensors as `share` does.
 
     The tensors are shared before a move to another device, but after a move to the CPU.
 
@@ -370,10 +370,10 @@ def under_way() -> TensorDedupConfig | None:
 
 
 def leave_alone(loaded: object) -> None:
-    """Exclude models that were loaded with `tensor_dedup=False` from the surrounding load.
+    """Exclude models that were loaded with `tensor_dedup=False` from the load in this thread.
 
-    `loaded` is the pipeline or module that the loader returned. If this thread runs no surrounding
-    load, the call does nothing.
+    `loaded` is the pipeline or module that the loader returned. If this thread runs no load, the
+    call does nothing.
     """
     load = _state.load
     if load is not None and load.is_here():
@@ -383,7 +383,7 @@ def leave_alone(loaded: object) -> None:
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
     """Share the parameters of `target`, a pipeline or module in memory, and return a report.
 
-    The report is also listed by `report()`, unless that lists the modules in `target` already.
+    If `report()` does not list all modules in `target` yet, it also lists this report.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -428,8 +428,11 @@ def deduplicated(
     """Context manager: while it is active, the models that this thread loads are shared.
 
     Its value is the ModelLoad. Later conversions of the models, such as `.to(...)`, keep tensors
-    shared, too. The caller must hold `LOAD_LOCK`. `name`, `trust` and `checkout` are as in
-    `ModelLoad`.
+    shared, too. The caller must hold `LOAD_LOCK`.
+
+    - `name` is the name of the load in reports.
+    - With `trust=False`, remembered digests of files (hints) are not used, whatever `config` says.
+    - `checkout` is the stored checkpoint (`store://NAME`) to load, or None for any other.
 
     Raises:
         UnsupportedError: A stored checkpoint cannot be loaded with the installed frameworks.

@@ -63,9 +63,10 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `original`, with which Diffusers copies a parameter to a device.
+    """Return a wrapper of `original`, with which Diffusers copies a parameter to a device.
 
-    The wrapper keeps the shared mapping that the parameter had in host memory, for `offloading`.
+    The wrapper keeps the parameter's shared host memory, which the wrapper from `offloading` gives
+    back to the parameter.
     """
 
     @functools.wraps(original)
@@ -81,10 +82,10 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `original`, with which Diffusers moves a group back to host memory.
+    """Return a wrapper of `original`, with which Diffusers moves a group back to host memory.
 
-    The wrapper first gives each parameter that did not change on the device its shared mapping in
-    host memory again, so that Diffusers does not copy it.
+    If a parameter did not change on the device, the wrapper first gives it the shared host memory
+    that it had before. So Diffusers does not copy the parameter.
     """
 
     @functools.wraps(original)

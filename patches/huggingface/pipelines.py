@@ -91,8 +91,8 @@ def sweep(target: object, config: object = None) -> ModelReport:
 
     Each parameter stays the same object but gets other memory: that of a shared tensor with equal
     bytes or, if there is none, that of a new shared tensor. During the call no thread may write to
-    the models or run them. `config` defaults to the configuration set by `enable`. `report()` lists
-    the sweep, unless it lists a load of the same modules already.
+    the models or run them. `config` defaults to the configuration set by `enable`. If `report()`
+    does not list all modules in `target` yet, it also lists this report.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module, or `config` has
@@ -107,8 +107,8 @@ def move(target: object, device: object, config: object = None) -> None:
     """Move `target`, a pipeline or module, to `device` like `.to(device)`, and share its tensors.
 
     If another model has an equal tensor on that device, that tensor is used and nothing is copied.
-    Private tensors in host memory, and on GPUs whose memory can be shared, are shared as by
-    `sweep`; those on other devices stay private. `config` defaults to the configuration set by
+    Private tensors are shared as by `sweep` if they lie in host memory or on a GPU whose memory can
+    be shared. On other devices they stay private. `config` defaults to the configuration set by
     `enable`.
 
     On a device other than the CPU, shared memory must not be written in place. peft,

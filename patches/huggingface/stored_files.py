@@ -39,10 +39,11 @@ LOAD_FILE: Final = Seam(
 
 
 def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function that reads safetensors files, as a Seam, with the function that wraps it.
+    """Yield pairs: a function that reads safetensors files, and the function that wraps it.
 
-    The wrappers read the files of the checkpoint `stored`, and leave all other files to the
-    original function. Functions of frameworks that are not imported are left out.
+    A Seam names the function to replace. The wrappers read the files of the checkpoint `stored`,
+    and leave all other files to the original function. Functions of frameworks that are not
+    imported are left out.
     """
 
     def opens(original: Callable[..., Any]) -> Callable[..., Any]:

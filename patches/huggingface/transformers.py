@@ -39,11 +39,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function of Transformers to replace, as a Seam, with the function that wraps it.
+    """Yield pairs: a function of Transformers to replace, and the function that wraps it.
 
-    Where Transformers sets a tensor, the wrapper also calls `note(model, name)`. The function that
-    warms up the device allocator is replaced by one that does nothing, because it would reserve
-    memory for weights that may be shared.
+    A Seam names the function to replace. Where Transformers sets a tensor, the wrapper also calls
+    `note(model, name)`. The function that warms up the device allocator is replaced by one that
+    does nothing, because it would reserve memory for weights that may be shared.
     """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,5 +59,5 @@ def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
 
 
 def idle(_original: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function to put in place of `_original`. It takes any arguments and does nothing."""
+    """Return a function that takes any arguments and does nothing, to replace `_original`."""
     return lambda *_args, **_kwargs: None

@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 def prepare() -> None:
     """Add the argument `tensor_dedup=` to vLLM. Entry point in `vllm.platform_plugins`.
 
-    vLLM calls platform plug-ins while it is imported; it would call general plug-ins too late for
-    `LLM(tensor_dedup=...)`. Because this function returns None, vLLM does not take the package for
-    a platform.
+    vLLM calls this entry point while `vllm` is being imported. An entry point in
+    `vllm.general_plugins` would be called too late for `LLM(tensor_dedup=...)`. This function
+    returns None, so vLLM does not take the package for a platform.
     """
     install()
 
@@ -30,7 +30,7 @@ def prepare() -> None:
 def register() -> None:
     """Add the argument and the load format to vLLM. Entry point in `vllm.general_plugins`.
 
-    vLLM calls it in every process of an engine. Calling it again has no effect.
+    vLLM calls this function in every process of an engine. Calling it again has no effect.
     """
     install()
     _register_loader()

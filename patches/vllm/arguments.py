@@ -64,14 +64,14 @@ class _Request:
 def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
     """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
-    `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed,
-    and its other keys are kept in the result.
+    `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed;
+    the result keeps its keys other than "tensor_dedup".
 
-    * If `value` is None and `load_format` is not "tensor_dedup", the result equals the two
-      arguments, with {} in place of None.
-    * If the configuration is disabled, the result is what vLLM would get without this package.
-    * The result of an earlier call may be given again, with the same `value` or None. It is then
-      returned with equal values.
+    * If `value` is None and `load_format` is not "tensor_dedup", the two arguments are returned
+      with equal values, or {} in place of an `extra` of None.
+    * If the configuration has `enabled` off, the result makes vLLM load without this package.
+    * If `load_format` and `extra` are the result of an earlier call, and `value` is None or the
+      same as before, they are returned with equal values.
 
     Raises:
         ConfigError: The configuration is not valid, does not combine with the load format, or was
@@ -109,8 +109,9 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 def refuse_moving_weights(settings: object) -> None:
     """Refuse engine arguments with which vLLM would overwrite or move shared weights.
 
-    `settings` are the engine arguments. Two arguments in `MOVES_WEIGHTS` are allowed in some cases:
-    `weight_transfer_config` on a CPU, and `enable_sleep_mode` on a GPU with a memory manager.
+    `settings` are the engine arguments, and `MOVES_WEIGHTS` lists those that are refused. There are
+    two exceptions: `weight_transfer_config` is allowed on a CPU, and `enable_sleep_mode` on a GPU
+    with a memory manager, if this vLLM's sleep mode is supported.
 
     Raises:
         ConfigError: An argument in `MOVES_WEIGHTS` is set, and is not allowed here.
@@ -178,8 +179,8 @@ def patch(arg_utils: ModuleType) -> None:
     """Add the argument `tensor_dedup` to vLLM's classes of engine arguments. Idempotent.
 
     `arg_utils` is the module vllm.engine.arg_utils. In a version of vLLM that is not supported, the
-    classes still accept the argument, but log a warning once and load without sharing;
-    `frozen_base` and `store://` raise UnsupportedError there.
+    classes still accept the argument. They then log a warning once and load without sharing. For
+    `frozen_base` and `store://` they raise UnsupportedError instead.
     """
     matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):

@@ -45,8 +45,8 @@ _installed: set[str] = set()
 def install() -> None:
     """Patch vLLM's modules for arguments, load configuration and `/v1/models`.
 
-    A module that is not imported yet is patched when it is imported. Calling this again has no
-    effect. Safe from any thread. It imports neither vllm nor torch.
+    A module that is not imported yet is patched when it is imported. Calling this function again
+    has no effect. It is safe from any thread, and imports neither vllm nor torch.
     """
     for hook in _HOOKS:
         with _lock:

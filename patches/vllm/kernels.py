@@ -71,10 +71,9 @@ def linear_kernel(layer: nn.Module) -> Any | None:
 
 
 def is_plain_fp8(layer: nn.Module) -> bool:
-    """Return whether a layer has fp8 weights that its kernel does not change after loading.
+    """Return whether a layer has fp8 weights and a kernel that leaves them unchanged.
 
-    Only the quantisation method changes these weights. The result is False for classes that tests
-    do not cover.
+    The result is False for classes that tests do not cover.
     """
     method: Any = layer.quant_method
     return type(method) in _FP8 and type(method.fp8_linear) in _FP8_KERNELS
@@ -89,9 +88,10 @@ def packs_int8(layer: nn.Module) -> bool:
 
 
 def dispatch() -> dict[str, bool]:
-    """Return the installed features by which vLLM chooses how to pack a weight on a CPU.
+    """Return which features are installed that decide how vLLM packs a weight on a CPU.
 
-    The choice also depends on CPU features and environment variables, which are not included.
+    The result maps each feature's name to True or False. Instruction sets and environment variables
+    also affect the packing, but are not included.
     """
     return {
         "onednn": bool(_custom_ops._supports_onednn),
@@ -104,11 +104,13 @@ def dispatch() -> dict[str, bool]:
 
 
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the layer's `cpu_linear` if it has a packed weight that other layers can use, or None.
+    """Return the layer's function `cpu_linear` if other layers can use its packed weight, or None.
 
-    `cpu_linear` is the function with which vLLM computes the layer. A packed weight is held in the
-    closure of this function. If the closure also holds data of the layer itself, such as a copy of
-    its bias (vLLM 0.28), other layers cannot use it.
+    vLLM computes the layer with `cpu_linear`, which holds the packed weight in its closure. The
+    result is None in these cases:
+
+    * There is no such function, or it holds no packed weight.
+    * The closure also holds other data, such as a copy of the layer's bias (vLLM 0.28).
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -124,10 +126,10 @@ def _owned(name: str, value: object) -> bool:
 
 
 def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the layer's `cpu_linear` if it is a function without a packed weight, or None.
+    """Return the layer's function `cpu_linear` if it holds no packed weight, or None.
 
-    Where oneDNN has no kernel (float16 on many CPUs), vLLM uses a plain function, and the layer
-    keeps its unpacked weight.
+    vLLM computes the layer with `cpu_linear`. Where oneDNN has no kernel (float16 on many CPUs),
+    this is a plain function, and the layer keeps its unpacked weight.
     """
     linear = getattr(layer, "cpu_linear", None)
     plain_function = isinstance(linear, FunctionType) and not linear.__closure__
@@ -148,11 +150,12 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Context manager: while it is active, int8 handlers made by this thread keep their scales.
+    """Context manager: int8 handlers that this thread creates meanwhile keep their scales.
 
-    oneDNN has only a pointer to the scales, so their memory must exist as long as the handler. The
-    context manager yields the list of storages kept so far, with one entry for each handler.
-    Several threads can use it at the same time.
+    A oneDNN handler has only a pointer to its scales. Inside the block, each new handler also gets
+    a reference to them, so that the scales exist as long as the handler. The context manager yields
+    the list of the scales' storages so far, with one entry for each handler. Several threads can
+    use it at the same time.
     """
     kept: list[int] = []
     with _HANDLERS.watched():
@@ -219,10 +222,10 @@ _HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
-    """Return whether any object besides `parameter` uses its memory, such as a kernel's view.
+    """Return whether another object also uses the memory of `parameter`, such as a kernel's view.
 
-    `kept` lists the storages that `scales_kept` has attached to handlers. Uses by those handlers do
-    not count.
+    `kept` is the list that `scales_kept` yields: the storages of scales that oneDNN handlers refer
+    to. Uses by these handlers do not count.
     """
     storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.
@@ -230,10 +233,7 @@ def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
-    """Return whether a layer, or its function `cpu_linear`, uses the memory of `block`.
-
-    `block` is a tensor.
-    """
+    """Return whether a layer or its `cpu_linear` holds a tensor in the same memory as `block`."""
     storage = block.untyped_storage().data_ptr()
     linear = getattr(layer, "cpu_linear", None)
     cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
@@ -247,8 +247,10 @@ def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
 def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
     """Return the attributes that processing has set on the layer's MoE kernel.
 
-    The result is {} if the layer has no unquantised experts. It is None if the layer has no kernel
-    yet, or if an attribute is not a plain value and so cannot be copied to another layer.
+    The result is {} if the layer has no unquantised experts. It is None in these cases:
+
+    * The layer has no kernel yet.
+    * An attribute cannot be copied to another layer, because it is not a plain value.
     """
     method: Any = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):

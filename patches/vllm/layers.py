@@ -60,22 +60,22 @@ class PreprocessedLayer(KeyedLayer):
     """A layer whose quantisation method accepts weights that have been processed already."""
 
     def form_of(self, record: LayerRecord) -> LayerRecord:
-        """Return `record`, because the residents that it lists are the processed form."""
+        """Return `record`, which itself lists the shared tensors of the processed layer."""
         return record
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Enter `reason` into the report, process the layer, and share it by content."""
+        """Process the layer without reusing an equal one, and add `reason` to the load report."""
         self.context.session.ledger.skip(next(iter(self.deferred.values())).name, reason)
         self.build(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Map the residents that `record` lists as this layer's parameters.
+        """Use the shared tensors that `record` lists as the parameters of this layer.
 
-        If an audit selects the layer, the layer is first processed, and the result is compared with
-        the residents.
+        If an audit selects the layer, vLLM first processes the layer, and the result is compared
+        with the shared tensors.
 
         Raises:
-            AuditError: A parameter differs.
+            AuditError: A parameter differs from its shared tensor.
         """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if self.context.session.checks.sampled():
@@ -93,8 +93,8 @@ class PreprocessedLayer(KeyedLayer):
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
         """Process the layer and share its parameters by content.
 
-        If all parameters could be shared, and the kernel's attributes can be copied to other
-        layers, a record of the result is registered under `key`.
+        The result is registered under `key` for equal layers, if all parameters could be shared and
+        the kernel's attributes can be copied to other layers.
         """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)
@@ -123,7 +123,10 @@ class LayerProcessor:
         return self.context.session
 
     def process(self, original: Original, layer: nn.Module) -> None:
-        """Process `layer` as `original(layer)` would, and share its tensors where possible."""
+        """Process `layer` as `original(layer)`, vLLM's own method, would, and share its tensors.
+
+        Tensors that cannot be shared stay private.
+        """
         method: Any = layer.quant_method
         parameters = self.context.parameters(layer)
         if not parameters:

@@ -26,10 +26,12 @@ OWN = ("runai_streamer", SAVED_STATE)
 def split(mine: object) -> tuple[TensorDedupConfig, str]:
     """Split this package's entry in model_loader_extra_config into configuration and inner format.
 
-    The inner format is the load format of vLLM that reads the files. `mine` is the entry: anything
-    that `TensorDedupConfig.from_any` takes, or a dict of its fields with the inner format as
-    "inner". The inner format is "auto" if it is not given. An item "stored" is ignored;
-    `stub_folder.stored_in` reads it.
+    The inner format is the load format of vLLM that reads the files, by default "auto". The entry
+    `mine` is one of these:
+
+    * anything that `TensorDedupConfig.from_any` takes;
+    * a dict of the fields of a TensorDedupConfig, with the inner format as "inner". An item
+      "stored" is ignored.
 
     Raises:
         ConfigError: The configuration is not valid.
@@ -41,7 +43,10 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:
-    """Return a loader based on vLLM's for `load_format`, or None if the default loader reads it."""
+    """Return a loader for `load_format`, or None if vLLM's default loader reads this format.
+
+    The loader is a subclass of vLLM's loader for the format.
+    """
     if load_format not in OWN:
         return None
     # Here, because an older vLLM may lack what hardly anybody asks for.
@@ -53,9 +58,9 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
     """Mark the embeddings in a saved state as tied again, if vLLM took them for untied.
 
-    A saved state has tied weights once, under one name. vLLM takes them for untied unless the load
-    format is called `sharded_state`; here it is called `tensor_dedup`. `load_format` is the inner
-    format. If that is not `sharded_state`, nothing is done.
+    A saved state has tied weights only once, under one name. vLLM expects this only for the load
+    format `sharded_state`, but here the load format is `tensor_dedup`. If the inner format
+    `load_format` is not `sharded_state`, nothing is done.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:

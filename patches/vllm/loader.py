@@ -102,7 +102,7 @@ class ReadingLoader(DefaultModelLoader):
         """Yield each tensor in the checkpoint with its name, for a reload.
 
         Raises:
-            AttributeError: vLLM's loader for the inner format has no method of this name.
+            AttributeError: vLLM's loader for the inner format has no `get_all_weights`.
         """
         if self._inner is None:
             return super().get_all_weights(model_config, model)
@@ -163,7 +163,7 @@ class TensorDedupLoader(ReadingLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        """Build the model, load its weights, add a report, and return the model.
+        """Build the model, load its weights, enter the load into `report()`, and return the model.
 
         `prefix` is passed on to vLLM.
         """
@@ -445,10 +445,11 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
     """Return the bytes of a checkpoint that a memory manager has in memory, or 0 if none answers.
 
-    `where` is the path of the manager's socket, or "auto" for the default path; no manager is
-    started. If `device` is the UUID of a GPU, the manager of that GPU is asked instead. Only
-    tensors that the manager lists under the name `checkpoint` count. So the result is 0 for a
-    fine-tune that was never loaded, even if its base is in memory.
+    `where` is the path of the manager's socket, or "auto" for the default path. If `device` is the
+    UUID of a GPU, the manager of that GPU is asked instead. No manager is started.
+
+    Only tensors listed under the name `checkpoint` count. For a fine-tune that was never loaded,
+    the result is 0 even if its base is in memory.
     """
     try:
         beside = socket_path(None if os.fspath(where) == AUTO else where)
@@ -460,11 +461,11 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
-    """Return `held`, but no more than the size of the checkpoint at `path` loaded as `dtype`.
+    """Return `held`, or the size of the checkpoint at `path` loaded as `dtype`, if that is less.
 
-    `held` may be larger, because other engines may hold the checkpoint in another dtype, too. Rows
-    or padding that an engine adds to tensors are not part of the size. If the checkpoint cannot be
-    read, `held` is returned unchanged.
+    `held` is the number of bytes that a memory manager holds of the checkpoint. This may include
+    copies in another dtype. Rows or padding that an engine adds to tensors are not part of the
+    size. If the checkpoint cannot be read, `held` is returned.
     """
     try:
         tensors = open_checkpoint(path, follow_links=True).tensors()

@@ -1,14 +1,13 @@
 """Linear layers whose weight vLLM packs into a oneDNN handler on a CPU.
 
-These are unquantised layers and int8 layers (w8a8). A handler is opaque: it cannot be mapped,
-hashed or written. So the object itself is shared, within one process only. Its layer key includes
-the recipe of the unpacked weight, which says how that weight follows from the checkpoint. The other
-tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the same
-record.
+These are unquantised layers and int8 layers (w8a8). A packed weight cannot be mapped, hashed or
+written. So the handler object itself is shared, within one process only. Equal layers are found by
+a layer key, which includes how the unpacked weight follows from the checkpoint (its recipe). The
+other tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the
+layer's record.
 
 oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
-vLLM keeps its forward context in a variable of the process, so that engines in one process take
-turns.
+engines in one process take turns: vLLM keeps its forward context in a variable of the process.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class PackedGemm(KeyedLayer):
     def process(self) -> None:
         """Use the packed weight of an equal layer, or let vLLM pack the weight.
 
-        A weight that is packed here is shared with later layers, unless it cannot be shared.
+        Where possible, a weight that is packed here is shared with later layers.
         """
         reason = self.context.session.plan.reason(self.weight)
         if reason is not None:
@@ -68,8 +67,9 @@ class PackedGemm(KeyedLayer):
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the weight if its digest is not known yet, and return it by name.
 
-        If the digest is known, the result is {}. It is also {} for a large weight that the layer
-        keeps unpacked: such a weight is read directly into shared memory.
+        The layer key needs the digest. The result is {} if the digest is known. It is also {} if
+        the layer keeps a large weight unpacked, because that weight is read directly into shared
+        memory.
         """
         session, weight = self.context.session, self.weight
         if weight.installed or weight.known:
@@ -80,24 +80,24 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function with the packed weight that `record` refers to.
+        """Return the function that computes the layer in `record`, with its packed weight if any.
 
         The result is None if no layer uses the function any more.
         """
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Enter `reason` into the report, and pack the weight for this layer alone."""
+        """Pack the weight for this layer alone, and add `reason` to the load report."""
         self._pack_privately(reason)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Use `form`, the function with the packed weight of an equal layer, for this layer.
+        """Use `form`, the function that computes an equal layer, for this layer.
 
-        If an audit selects the layer, the digest of its weight is compared with that in `record`
-        first.
+        If an audit selects the layer, the digest of its weight is first compared with the digest in
+        `record`.
 
         Raises:
-            AuditError: The weight differs.
+            AuditError: The digests differ.
         """
         here = made.get("weight")
         if self.context.session.checks.sampled():
@@ -133,10 +133,10 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Let vLLM pack the weight, and register the result under `key` if others can use it.
+        """Let vLLM pack the weight, or use an equal weight that was packed under another key.
 
-        If a weight with equal bytes has been packed under another key, its packed form is used
-        instead. With `verify_bytes` it is not, because packed bytes cannot be compared.
+        The result is registered under `key` if other layers can use it. With `verify_bytes`, the
+        weight is always packed, because packed bytes cannot be compared.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight
@@ -245,8 +245,8 @@ class ScaledGemm(KeyedLayer):
     def process(self) -> None:
         """Use the handler and scales of an equal layer, or let vLLM pack the weight.
 
-        A weight that is packed here is shared with later layers, unless weights may be written in
-        place later (`LayerContext.updated`).
+        If weights may be written in place later (`LayerContext.updated`), the weight is packed for
+        this layer alone.
         """
         if self.context.updated:  # written later, scales must reach this layer's handler alone
             self._pack(None, {})
@@ -254,31 +254,32 @@ class ScaledGemm(KeyedLayer):
             self.share_by_key()
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the handler with the packed weight that `record` refers to.
+        """Return the oneDNN handler that holds the packed weight of the layer in `record`.
 
         The result is None if no layer uses the handler any more.
         """
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Enter `reason` into the report, and pack the weight for this layer alone."""
+        """Pack the weight for this layer alone, and add `reason` to the load report."""
         self.context.session.ledger.skip(self._weight.name, reason)
         self._pack(None, made)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Let vLLM pack the weight, share the other tensors, and register both under `key`.
+        """Let vLLM pack the weight, and share the layer's other tensors.
 
-        They are registered only if all other tensors could be shared.
+        If all of these could be shared, they are registered under `key`, together with the packed
+        weight.
         """
         self._pack(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Use `form`, the handler of an equal layer, and the scales in `record` for this layer.
+        """Use `form`, the handler of an equal layer, and the scales that `record` lists.
 
-        If an audit selects the layer, the layer is first processed, and the result is compared.
+        If an audit selects the layer, vLLM first processes the layer, and the result is compared.
 
         Raises:
-            AuditError: A tensor differs.
+            AuditError: A tensor differs from that of the equal layer.
         """
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)

@@ -41,10 +41,10 @@ class QuantisedWhileLoadedError(UntraceableError):
 
 
 def other_format(inner: str, model_config: ModelConfig) -> str | None:
-    """Return "gguf" or "bitsandbytes" if only vLLM's loader for that format can load the model.
+    """Return "gguf" or "bitsandbytes" if the model needs vLLM's loader for that format, or None.
 
-    Otherwise the result is None. `inner` is the load format that was asked for; if it is "auto",
-    the model's quantisation decides.
+    `inner` is the load format that was asked for. If `inner` is "auto", the model's quantisation
+    decides.
     """
     if inner in OTHER_LOADERS:
         return inner
@@ -55,8 +55,8 @@ def other_format(inner: str, model_config: ModelConfig) -> str | None:
 def weights_of(model_config: ModelConfig) -> str:
     """Return the path of a model's weights.
 
-    This is `model_config.model`, except for GGUF, where `model` may be the folder of the
-    configuration, and the weights have a path of their own.
+    This is `model_config.model`. For a GGUF model it is `model_config.model_weights`, if that is
+    set.
     """
     weights = getattr(model_config, "model_weights", "")
     return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
@@ -64,10 +64,10 @@ def weights_of(model_config: ModelConfig) -> str:
 
 @functools.cache
 def install() -> None:
-    """Keep the load format `tensor_dedup` where a plug-in of vLLM replaces it. Idempotent.
+    """Make vLLM use the load format `tensor_dedup` even if a plug-in replaced it. Idempotent.
 
-    The plug-in for bitsandbytes replaces the format after the arguments were built. Without this,
-    vLLM would then ignore the configuration of this package without a message.
+    The plug-in for bitsandbytes sets a load format of its own after the arguments were built. vLLM
+    would then ignore the configuration of this package without a message.
     """
     original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
 
@@ -99,10 +99,12 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
-    A parameter without an equal shared tensor becomes a new shared tensor. The model must have been
-    loaded inside `with scales_kept():`. Memory that a kernel's handler uses is not replaced.
-    `total` is the size of the model in bytes, packed weights included; the part of it that is not
-    in parameters is reported as private.
+    A parameter without an equal shared tensor becomes a new shared tensor. A parameter that cannot
+    be shared stays private, for example if a kernel's handler uses its memory. So that this
+    function sees such uses, the model must have been loaded inside `with scales_kept():`.
+
+    `total` is the size of the model in bytes, packed weights included. What is not in parameters is
+    reported as private.
     """
     overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()

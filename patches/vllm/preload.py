@@ -26,9 +26,11 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
     """Load the checkpoint `path` in an engine, and pin its tensors in the manager at `socket`.
 
-    `engine_args` are further arguments of vLLM's engine. Return None on success. Otherwise return
-    the reason why nothing was pinned, or why no loaded model is shared completely. In the second
-    case, the tensors that could be pinned stay pinned.
+    `engine_args` are further arguments of vLLM's engine. Return None on success, otherwise the
+    reason for one of these failures:
+
+    * Nothing could be pinned.
+    * No loaded model is shared completely. The tensors that could be shared stay pinned.
     """
     from vllm import LLM
 

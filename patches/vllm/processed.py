@@ -48,9 +48,9 @@ Final = tuple[str, str, nn.Parameter]  # name, label, object
 
 @dataclass(slots=True)
 class LayerContext:
-    """The state of one load, as the processing of its layers uses it.
+    """The state of one load that the processing of its layers needs.
 
-    * `deferred` maps the ids of parameters without memory to their deferred parameters.
+    * `deferred` maps the `id` of a parameter without memory to the deferred parameter.
     * `packed` is True if weights may be packed on a CPU.
     * `updated` is True if weights may be written in place later (`weight_transfer_config`).
     * `process` describes the state of this process, which is a part of all layer keys.
@@ -73,7 +73,7 @@ class LayerContext:
         return found
 
     def done(self, each: DeferredParameter) -> None:
-        """Record that the parameter `each` has its final memory, and free memory kept only for it.
+        """Record that the parameter `each` has its final memory, and free its temporary memory.
 
         A second call for the same parameter does nothing.
         """
@@ -90,9 +90,10 @@ class LayerContext:
     ) -> LayerKey:
         """Return the key of a layer that has not been processed yet.
 
-        The key includes the digest of each parameter's recipe, for which the digests of its source
-        tensors must be known. If there is only one parameter, `content` may be given: the digest of
-        its bytes, which is used instead.
+        The key includes, for each parameter, a digest of how it follows from the checkpoint (its
+        recipe). The digests of the parameter's source tensors must be known. If the layer has only
+        one parameter, `content` may be given in place of the recipe: the digest of that parameter's
+        bytes.
         """
         return LayerKey.of(
             self.process,
@@ -121,11 +122,12 @@ class LayerContext:
     def refusal(
         self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
     ) -> str | None:
-        """Return why a layer with these parameters must not use `record`, or None if it may.
+        """Return why a layer with these `parameters` must not use `record`, or None if it may.
 
-        `record` describes a processed layer. With `verify_bytes`, the checkpoint tensors from which
-        that layer was made are compared with those of `parameters`. They must have equal bytes, and
-        it must still be possible to read them. Without `verify_bytes` the result is None.
+        `record` describes another layer with the same key, which was processed before. Without
+        `verify_bytes`, the result is None. With `verify_bytes`, the checkpoint tensors of both
+        layers are read and compared. A difference is a reason, and so is a tensor that can no
+        longer be read.
         """
         if not self.session.config.verifies_bytes:
             return None
@@ -154,12 +156,14 @@ def _bias(layer: nn.Module) -> str | None:
 
 @dataclass(slots=True)
 class KeyedLayer(ABC):
-    """A layer that is shared by layer key: it may use the processed form of an equal layer.
+    """A layer that may use the processed form of another layer with the same layer key.
 
-    `deferred` maps names to the layer's parameters without memory. `share_by_key` calls the
-    abstract methods, in which a subclass defines how the processed form of a layer is found, reused
-    and built. In these methods, `record` describes the equal layer, and `made` maps names to
-    tensors of this layer that were computed already.
+    `deferred` maps names to the layer's parameters without memory. `share_by_key` calls the other
+    methods, in which a subclass defines how a processed form is found, reused and built. In these
+    methods:
+
+    * `record` describes the other layer.
+    * `made` maps names to tensors of this layer that were computed already.
     """
 
     context: LayerContext
@@ -184,9 +188,9 @@ class KeyedLayer(ABC):
             self.context.session.give_back(each)
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the layer's tensors if the digest of one of them is not known yet.
+        """Compute the layer's tensors and return them by name, or {} if all digests are known.
 
-        Return all tensors by name, or {} if all digests are known. The layer key needs the digests.
+        The layer key needs the digests of the tensors.
         """
         session = self.context.session
         if all(each.known for each in self.deferred.values()):
@@ -207,7 +211,7 @@ class KeyedLayer(ABC):
 
     @abstractmethod
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer itself, because `reason` forbids the use of the record under `key`."""
+        """Process this layer without reusing the other one, because `reason` forbids that."""
 
 
 @dataclass(slots=True)
@@ -229,11 +233,11 @@ class ProcessedLayer:
         self._path = first.name.rpartition(".")[0]
 
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
-        """Give each parameter private memory with its content, so that vLLM can process the layer.
+        """Give each parameter its content in private memory, so that vLLM can process the layer.
 
-        `made` maps names to tensors that were computed already. A tensor is removed from `made` as
-        soon as it is copied, and its scratch memory is returned. Only tensors for parameters that
-        share a storage stay in `made`.
+        `made` maps names to tensors that were computed already. Each of them is copied and removed
+        from `made`, and its temporary memory is freed. Only tensors for parameters that share a
+        storage stay in `made`.
         """
         session = self.context.session
         for name, each in self.deferred.items():
@@ -253,7 +257,7 @@ class ProcessedLayer:
             self.context.done(each)
 
     def process(self, original: Original) -> None:
-        """Process the layer by `original`, and release the parameters that this has replaced."""
+        """Process the layer by vLLM's `original`, and free the parameters that it replaces."""
         mine = {id(each.parameter) for each in self.deferred.values()}
         self._others = [p for _, p in self._parameters() if id(p) not in mine]
         with scales_kept() as self._kept:
@@ -269,9 +273,9 @@ class ProcessedLayer:
     def share(self, record: LayerRecord | None = None) -> None:
         """Replace the layer's parameters by shared tensors with equal bytes.
 
-        A parameter without an equal shared tensor becomes a new shared tensor; a parameter that
+        A parameter without an equal shared tensor becomes a new shared tensor. A parameter that
         cannot be shared stays private. If `record` is given, the shared tensors are entered into
-        it. Parameters are replaced slab by slab, so that the layer is never in memory twice.
+        `record`. Parameters are replaced slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):
@@ -316,10 +320,10 @@ class ProcessedLayer:
                 raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")
 
     def map(self, record: LayerRecord) -> None:
-        """Map the shared tensors that `record` lists as the layer's parameters.
+        """Use the shared tensors that `record` lists as the layer's parameters.
 
-        Deferred parameters that `record` does not list are removed. A tensor that cannot be mapped,
-        because this process has too many mappings, is copied instead.
+        Deferred parameters that `record` does not list are removed. If this process has too many
+        mappings, a tensor is copied instead of mapped.
         """
         layer, session = self.layer, self.context.session
         for name in [n for n in self.deferred if n not in record.residents]:

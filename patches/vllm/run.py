@@ -2,8 +2,7 @@
 
 On a GPU, constructors run with the GPU as torch's default device, so buffers and tables are
 computed there as in plain vLLM. Each parameter is moved to host memory as soon as it is registered.
-So the GPU never has to hold a second copy of weights that are shared with another model. The
-content of a parameter is moved, too, unless it is uninitialised.
+So the GPU never has to hold a second copy of weights that are shared with another model.
 """
 
 from __future__ import annotations
@@ -93,10 +92,11 @@ def load(
     """Load a model onto `device`, share its tensors, and return the model and a report.
 
     `run` is the state of this load. `create` builds the module tree. `load_weights` runs the
-    model's own loading code, and returns whether that code has reported which weights it loaded.
+    model's own loading code, and returns whether that code has reported which weights it loaded. If
+    the load fails, `vllm_config` may have changed.
 
     Raises:
-        UnsupportedError: The model must be loaded without sharing; `vllm_config` may have changed.
+        UnsupportedError: The model must be loaded without sharing.
         IncompleteCheckpointError: The checkpoint has no tensor for a parameter.
         StaleHintError: A remembered digest (hint) was wrong; load again without hints.
         ChangedFileError: A file of the checkpoint changed during the load.
@@ -122,7 +122,7 @@ def load(
 
 
 class LoadRun:
-    """The state of one load, and a context manager that closes what the load has opened.
+    """The state of one load; as a context manager, it closes the load's files at the end.
 
     Use it in one thread only, which must hold `LOAD_LOCK`.
     """
@@ -198,8 +198,9 @@ class LoadRun:
     ) -> bool:
         """Run the model's loading code on deferred tensors, and prepare the sharing.
 
-        A deferred tensor has a shape but no data; the operations on it are recorded. Return what
-        `load_weights` returns. `updated` is True if weights may be written in place later.
+        A deferred tensor has a shape but no data; the operations on it are recorded.
+        `load_weights(model)` runs the loading code, and its result is returned. `updated` is True
+        if weights may be written in place later.
 
         Raises:
             UntraceableError: The loading code cannot be run in this way.
@@ -314,10 +315,10 @@ class LoadRun:
 
     @contextmanager
     def layers_taken_over(self, model: nn.Module) -> Iterator[None]:
-        """Context manager: while it is active, a `LayerProcessor` processes the model's layers.
+        """Context manager: while it is active, this package processes the model's layers.
 
-        To this end, each quantisation method gets an attribute that hides its own
-        `process_weights_after_loading`. The attribute is removed at the end. Call `conclude` first.
+        When vLLM calls `process_weights_after_loading` for a layer, the call goes to a
+        `LayerProcessor`. Call `conclude` first.
         """
         processor = self._processor
         assert processor is not None
@@ -335,10 +336,10 @@ class LoadRun:
                 vars(method).pop(_PROCESS, None)
 
     def find_residents(self, model: nn.Module) -> None:
-        """Look up the shared tensors for parameters that processing does not change, all at once.
+        """Look up, all at once, the shared tensors for parameters that processing does not change.
 
-        Parameters in other layers, and parameters whose digests are not known yet, are looked up
-        later, layer by layer.
+        All other parameters are looked up later, layer by layer. So are parameters whose digests
+        are not known yet.
         """
         parameters = self._outside_layers(model)
         if not self._packed:
@@ -369,8 +370,8 @@ class LoadRun:
     def share_constant_layers(self, model: nn.Module) -> None:
         """On a GPU, share the parameters of all layers that processing does not change.
 
-        They are shared together, so that they fill GPU handles; one handle for each layer would be
-        half empty. Without a GPU nothing is done.
+        They are shared in one step, so that small tensors of several layers fill the same units of
+        GPU memory. Without a GPU nothing is done.
         """
         if self._gpu is not None:
             self.session.share(self._of_constant_layers(model))
@@ -386,7 +387,7 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Move to the GPU the parameters that the loading code has created itself.
+        """Move parameters that the loading code has created in host memory to the GPU.
 
         Without a GPU nothing is done.
         """
@@ -399,7 +400,7 @@ class LoadRun:
         """Share the parameters that are left over after all layers were processed.
 
         Raises:
-            UntraceableError: A parameter has no content.
+            UntraceableError: A parameter still has no content afterwards.
         """
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
         self.session.share([self._deferred[id(p)] for p in remaining])
@@ -411,9 +412,8 @@ class LoadRun:
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
         """Context manager: at its start, tie the output head to the embeddings if both are equal.
 
-        Their tensors in the checkpoint are compared by digest where possible, and otherwise by
-        value as vLLM does. While the context manager is active, vLLM does not try to tie the head
-        itself.
+        Both are compared by digest where possible, otherwise by value. Until the context manager
+        ends, vLLM does not try to tie them itself.
         """
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
@@ -456,9 +456,7 @@ class LoadRun:
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
-        """Check that no file has changed, and store the computed digests as hints.
-
-        Hints are digests of files that later loads use.
+        """Check that no file has changed, and store the computed digests for later loads.
 
         Raises:
             ChangedFileError: A file has changed since it was opened.
@@ -507,8 +505,8 @@ class LoadRun:
     def say_not_lent(self, report: ModelReport) -> None:
         """Add to `report` why tensors are not shared with other processes, or not by leaf.
 
-        Tensors that differ are shared by leaf: they share those leaves (2 MiB) that are equal. If
-        there is no reason to add, the report is not changed.
+        Sharing by leaf means that tensors that differ share the leaves (2 MiB) that are equal. If
+        there is no such reason, `report` is not changed.
         """
         reason = self.session.provider.not_lent
         if reason is not None:
@@ -534,9 +532,8 @@ def _dtype(source: SourceTensor) -> torch.dtype:
 def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
     """Context manager: if its block fails, restore `vllm_config` and the random generators.
 
-    vLLM enters each attention and MoE layer into the configuration when it creates the layer, and
-    refuses a second layer of the same name. Constructors use random numbers. So a second attempt at
-    a load needs both as they were before.
+    A second attempt at a load then starts as the first did. Without this, vLLM would refuse the
+    second attempt, because `vllm_config` already lists attention and MoE layers of the same names.
     """
     compilation = vllm_config.compilation_config
     layers = dict(compilation.static_forward_context)
@@ -565,10 +562,10 @@ def parameters_on_host(
 ) -> Iterator[None]:
     """Context manager: while it is active, parameters of new modules go to host memory.
 
-    A parameter that is registered on `device` is moved. Its content is copied, unless it lies in a
-    storage that `uninitialised` lists. To keep this list right, create the modules inside `with
-    uninitialised.watching():`. Only modules that the calling thread creates are affected. For a CPU
-    nothing is done.
+    When the calling thread creates a module on `device`, each parameter is moved to host memory.
+    Its content is copied, except for storages that `uninitialised` lists. To keep this list right,
+    create the modules inside `with uninitialised.watching():`. If `device` is a CPU, nothing is
+    done.
     """
     if device.type == "cpu":
         yield

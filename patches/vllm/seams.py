@@ -47,8 +47,8 @@ WITHOUT: Final[dict[str, str]] = {
 class VllmSeam(Seam):
     """A name of vLLM that this package depends on.
 
-    `part` is the feature of this package that needs the name. `WITHOUT` says for each feature what
-    happens if it cannot be used.
+    `part` is the feature of this package that needs the name. `WITHOUT[part]` says what happens if
+    the feature cannot be used.
     """
 
     framework: ClassVar[str] = "vLLM "
@@ -555,10 +555,11 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
 
 
 def check(*parts: Part) -> tuple[Mismatch, ...]:
-    """Compare the installed vLLM with the table of seams, and return the mismatches.
+    """Compare the installed vLLM with the table `SEAMS`, and return the mismatches.
 
-    Only the seams of these `parts` are compared, or all seams if none are given. The modules that
-    are compared are imported. A missing module or name is a mismatch, not an error.
+    `SEAMS` lists the names of vLLM that each feature of this package needs. Only the names for the
+    features in `parts` are compared, or all names if no `parts` are given. The modules that have
+    the names are imported. A missing module or name is a mismatch, not an error.
     """
     chosen = (seam for seam in SEAMS if not parts or seam.part in parts)
     return tuple(found for seam in chosen if (found := compare(seam)) is not None)
@@ -566,7 +567,7 @@ def check(*parts: Part) -> tuple[Mismatch, ...]:
 
 @functools.cache
 def why_not(*parts: Part) -> str | None:
-    """Return why these parts do not work with the installed vLLM, or None. Thread-safe.
+    """Return why the features in `parts` do not work with the installed vLLM. Thread-safe.
 
     The result is None if all of them work.
     """
@@ -575,9 +576,9 @@ def why_not(*parts: Part) -> str | None:
 
 @functools.cache
 def usable(part: Part) -> bool:
-    """Return whether `part` works with the installed vLLM. Thread-safe.
+    """Return whether the feature `part` works with the installed vLLM. Thread-safe.
 
-    If it does not work, the reason is logged once in each process.
+    If the feature does not work, the reason is logged once in each process.
     """
     reason = _reason(part)
     if reason is not None:

@@ -1,8 +1,8 @@
 """vLLM's sleep mode for shared weights, which vLLM's own allocator does not manage.
 
 `CuMemAllocator` offloads only the memory that torch has allocated, and shared weights are mapped
-outside of it. So the worker's `sleep` is wrapped to unmap them from the GPU, and its `wake_up` to
-map them again.
+outside of it. So the worker's `sleep` is wrapped to unmap the shared weights from the GPU, and its
+`wake_up` to map them again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyD
 def install() -> None:
     """Wrap the methods `sleep` and `wake_up` of vLLM's worker. Idempotent.
 
-    If the worker's module is not imported yet, they are wrapped when it is imported. In a vLLM
-    whose sleep mode is not supported, nothing is wrapped.
+    If the worker's module is not imported yet, this happens when it is imported. In a vLLM whose
+    sleep mode is not supported, nothing is wrapped.
     """
     if usable("sleep"):
         wrapt.when_imported(_WORKER)(_patch)

@@ -25,9 +25,9 @@ def is_url(model: object) -> bool:
 def resolve(arguments: MutableMapping[str, Any]) -> None:
     """Replace the model `store://NAME` in `arguments` by a folder that stands for the checkpoint.
 
-    The engine arguments must already have this package's load format. The place of the checkpoint's
-    tensors is added to `model_loader_extra_config`. If the store does not have the checkpoint and a
-    remote is configured, the checkpoint is pulled first.
+    `arguments` are engine arguments with the load format `tensor_dedup`. An entry that says where
+    the tensors are is added to their `model_loader_extra_config`. If the store lacks the checkpoint
+    and a remote is configured, the checkpoint is pulled first.
 
     Raises:
         StoreError: There is no such checkpoint in the store or remote, or it is damaged.
@@ -52,10 +52,9 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
 def make_unresolved(original: Callable[..., None], engine_args: Any, given: BoundArguments) -> None:
     """Initialise `engine_args` for a model `store://NAME` without looking the name up.
 
-    `original` is vLLM's initialiser and `given` has its arguments. vLLM also creates engine
-    arguments from the model's name alone, to see which other arguments differ from their defaults.
-    With HF_HUB_OFFLINE, the initialiser would look for the name as a path. So it gets the current
-    folder, and the name is set afterwards. `refuse_unresolved` keeps engines from using the result.
+    `original` is vLLM's initialiser, and `given` has its arguments. vLLM can compare the result
+    with other engine arguments, but cannot start an engine from it: `create_engine_config` raises
+    ConfigError.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir
@@ -64,10 +63,9 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 
 
 def refuse_unresolved(original: _Engine) -> _Engine:
-    """Wrap EngineArgs.create_engine_config: it raises ConfigError for a model `store://NAME`.
+    """Wrap EngineArgs.create_engine_config to raise ConfigError for a model `store://NAME`.
 
-    The model still has that name only if `tensor_dedup` was not among the arguments, or was
-    disabled.
+    Engine arguments have such a name only if `tensor_dedup` was not given, or was disabled.
     """
 
     @functools.wraps(original)

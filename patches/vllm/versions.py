@@ -51,7 +51,7 @@ def create_model(
 ) -> nn.Module:
     """Build the module tree as `load_model` in the installed vLLM does.
 
-    `loader` is vLLM's loader, whose `create_model` is called if it has one.
+    If `loader`, which is vLLM's loader, has a method `create_model`, this method is called.
     """
     build = getattr(loader, "create_model", initialize_model)
     model: nn.Module = build(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -66,10 +66,10 @@ _CHECKS = "_tensor_dedup_checks_keep_plain"
 
 
 def install() -> None:
-    """Wrap the function of vLLM that packs weights, so that it leaves layers with KEEP_PLAIN alone.
+    """Wrap vLLM's packing function, so that weights that are shared unpacked stay unpacked.
 
-    KEEP_PLAIN is an attribute on layers whose weight is shared unpacked. Without the wrapper, a
-    reload would pack that weight. A function that is wrapped already is left as it is.
+    A layer with such a weight has the attribute KEEP_PLAIN. Without the wrapper, a reload would
+    pack the weight. Idempotent.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):
@@ -77,7 +77,7 @@ def install() -> None:
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `dispatch_cpu_unquantized_gemm`, so that layers with KEEP_PLAIN are not packed."""
+    """Wrap vLLM's `dispatch_cpu_unquantized_gemm` to leave layers with KEEP_PLAIN unpacked."""
 
     @functools.wraps(original)
     def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:

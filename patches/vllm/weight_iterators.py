@@ -49,9 +49,11 @@ _OTHERS = (
 
 @contextmanager
 def deferring(open_files: OpenFiles) -> Iterator[None]:
-    """Context manager: while it is active, vLLM's iterators yield deferred tensors.
+    """Context manager: while it is active, vLLM's weight iterators yield deferred tensors.
 
-    The tensors come from `open_files(paths, wanted)`. Only the current thread is affected.
+    A deferred tensor has a shape but no data. The iterators get these tensors from
+    `open_files(paths, wanted)`, where `wanted(name)` says which ones to yield. Only the current
+    thread is affected.
     """
     token = _active.set(open_files)
     try:
@@ -61,7 +63,7 @@ def deferring(open_files: OpenFiles) -> Iterator[None]:
 
 
 def active() -> OpenFiles | None:
-    """Return the function `open_files` of the active `deferring`, or None if none is active."""
+    """Return the argument of the `deferring` block that is active, or None if none is active."""
     return _active.get()
 
 
@@ -147,8 +149,9 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a stored checkpoint with its name, if `wanted(name)` is True.
 
-    `paths` is the result of `stored_paths`. Within `deferring` the tensors are deferred, so they
-    have no data; otherwise they are read from the store. `opening` opens the checkpoint.
+    `paths` are the checkpoint's weight files, from `stored_paths`. Inside a `deferring` block, the
+    tensors are deferred: they have a shape but no data. Otherwise `opening()` opens the checkpoint,
+    and the tensors are read from the store.
     """
     open_files = active()
     if open_files is not None:
@@ -170,9 +173,9 @@ def with_frozen_layers(
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Yield the tensors in `found`, but read those in frozen layers from the base model.
 
-    Frozen layers are the layers that `frozen_base` takes from another checkpoint. `opening` opens
-    the model's own checkpoint, whose weight files are `paths`. This function is for loads without
-    deferred tensors.
+    Frozen layers are the layers that `frozen_base` takes from another checkpoint. `opening()` opens
+    the model's own checkpoint, whose weight files are `paths`. Do not call this function in a load
+    with deferred tensors.
     """
     with taken_plainly(frozen, [Path(path) for path in paths], opening()) as instead:
         for name, tensor in found:

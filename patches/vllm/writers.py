@@ -1,8 +1,8 @@
 """Give a running engine's weights private memory before vLLM overwrites them.
 
 Copy-on-write already protects other models. But without this, a model that overwrites all its
-weights would have its own pages and also keep the shared pages through its mappings, for as long as
-the model exists.
+weights would hold memory twice, for as long as it exists: its own copies, and the shared memory
+that it still has mapped.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 class Store(LocalStore):
     """A content-addressed store of checkpoints in one folder; `Store.open` opens or creates one.
 
-    A `Store` keeps no file open between calls. So any number of objects, threads and processes may
-    use the same folder at once, and a forked child may go on using the object. A `Store` is a
-    `LocalStore` with two more methods, `push` and `pull`. It can be passed wherever a `LocalStore`
-    is expected, for example to `CheckpointStore`. If a `CheckpointStore` is given a path
-    instead, its attribute `store` is a `LocalStore` without these methods.
+    Any number of objects, threads and processes may use the same folder at once, and a forked child
+    may go on using the object, because no file stays open between calls.
+
+    A `Store` is a `LocalStore` that also has `push` and `pull`, and can be passed wherever a
+    `LocalStore` is expected, for example to `CheckpointStore`.
 
     Raises:
         StoreError: The store, its files or its disk failed; the subclass says how.
@@ -67,15 +67,18 @@ class Store(LocalStore):
     ) -> "TransferResult":
         """Pull the checkpoint or run `name` from a remote; fetch only data that is missing here.
 
-        `url` is as for `push`. An OCI artifact is stored under `name`; if another program made it,
-        its layers are downloaded whole and imported. A training run is pulled with all its steps,
-        including those that retention rules deleted from this store. With `replace`, the checkpoint
-        may take the place of another one of this name in the store. `progress` is a listener to the
-        progress in bytes.
+        `url` is a URL that `Remote.open` takes, the folder of another store, or an OCI artifact,
+        `oci://REGISTRY/REPOSITORY:TAG`. An OCI artifact is stored under `name`; if another program
+        made it, its layers are downloaded whole and imported. A training run is pulled with all its
+        steps, including those that retention rules deleted from this store. `progress` is a
+        listener to the progress in bytes.
+
+        With `replace`, the checkpoint may take the place of another one of this name in the store.
+        If a pull was interrupted, the same call continues it.
 
         Every byte is compared with its digest before it can be used. An attacker who can write to
         the remote can therefore withhold a checkpoint or give its name to another one, but cannot
-        change a tensor. If a pull was interrupted, the same call continues it.
+        change a tensor.
 
         Raises:
             UnknownRemoteNameError: The remote has neither a checkpoint nor a run of this name.

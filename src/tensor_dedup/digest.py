@@ -69,20 +69,22 @@ def submit(
     """Start hashing `data` on the thread pool; the future's result is `digest(data, algorithm)`.
 
     `fill(piece, offset)`, if given, writes the bytes at `offset` of `data` into `piece` just before
-    they are hashed, so that they are still in a CPU cache. With blake3, `fill` is called once for
-    each leaf, from several threads at once and in any order. It may return the leaf's 32-byte
-    digest, if it knows it; the leaf is then not hashed. With other algorithms, `fill` is called
-    once for all of `data`. An error in `fill` is raised by this call or by the future.
+    they are hashed. With blake3, `fill` is called once for each leaf, from several threads at once
+    and in any order. If `fill` returns a leaf's 32-byte digest, the leaf is not hashed. With other
+    algorithms, `fill` is called once for all of `data`. An error in `fill` is raised by this call
+    or by the future.
 
-    `leaves`, if given, receives the leaf digests, in order, before the result is set. It stays
-    empty with algorithms other than blake3, for data of a single leaf, and if a thread of the pool
-    calls this function.
+    `leaves`, if given, receives the leaf digests in order, before the result is set. It stays empty
+    in these cases:
 
-    `data` is referenced until the work is done and released before the result is set, so an mmap
-    may be closed as soon as result() has returned. If `data` is small, or a thread of the pool
-    calls this function, `data` is hashed before the function returns; so waiting for the result
-    inside the pool is safe. The future cannot be cancelled. A forked child has a pool of its own;
-    futures of its parent never complete there.
+    * The algorithm is not blake3.
+    * `data` is a single leaf.
+    * A thread of the pool calls this function.
+
+    `data` is released before the result is set, so an mmap may be closed as soon as result() has
+    returned. If `data` is small, or a thread of the pool calls this function, `data` is hashed
+    before the call returns; so waiting for the result inside the pool is safe. The future cannot be
+    cancelled. In a forked child, futures of the parent never complete.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
@@ -120,10 +122,9 @@ def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
 def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    `fill(piece, offset)` writes the bytes at `offset` into `piece`, a buffer of the pool. The
-    buffer is reused once its leaf is hashed, so `fill` must also copy the bytes to their
-    destination. All else about `fill`, `leaves` and the future's result is as for `submit`. Do not
-    wait for the result inside the pool.
+    `fill(piece, offset)` writes the bytes at `offset` into `piece`, a buffer that is reused for
+    other leaves. So `fill` must also copy the bytes to their destination. Otherwise `fill`,
+    `leaves` and the future work as for `submit`. Do not wait for the result inside the pool.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
@@ -169,7 +170,7 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
 def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the offset and size of each leaf of the `nbytes` bytes at offset `start`.
 
-    If `nbytes` is at most LEAF_BYTES, the result is empty: the only leaf would be the whole range.
+    The result is empty for a single leaf (`nbytes` of at most LEAF_BYTES).
     """
     if nbytes <= LEAF_BYTES:
         return []
@@ -181,8 +182,8 @@ def digests_by_place(
 ) -> dict[tuple[int, int], str]:
     """Return a dict from (offset, size) to digest, for a range of bytes and for each of its leaves.
 
-    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. For a
-    leaf, the dict does not have the leaf digest, but the result of `digest` for the leaf's bytes.
+    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. In the
+    dict, a leaf has the digest that `digest` returns for its bytes, which is not its leaf digest.
     If the range is a single leaf, the dict has one entry.
 
     Raises:

@@ -29,9 +29,11 @@ NOBODY_THERE: Final = 3
 class TensorDedupError(Exception):
     """Base of all errors of this package. `facts` maps names to the values in the message.
 
-    `exit_status` is the exit status of a command that ends with the error: `WRONG_DATA` for bad
-    data, `WRONG_USE` if another command line or an installation would help, `NOBODY_THERE` if a
-    memory manager or remote does not answer.
+    `exit_status` is the exit status of a command that ends with the error:
+
+    * `WRONG_DATA` for bad data;
+    * `WRONG_USE` if another command line or an installation would help;
+    * `NOBODY_THERE` if a memory manager or remote does not answer.
     """
 
     exit_status: ClassVar[int] = WRONG_DATA

@@ -195,9 +195,9 @@ def move_over(source: int, target: int, nbytes: int, name: str) -> None:
     Readers of `target` see the old or the new contents. `name` is the name of the file that is
     mapped at `target`.
 
-    The kernel may fail and leave nothing mapped at `target`. In that case a copy of the new
-    contents is mapped there, and a read before that gets SIGSEGV. If the copy fails too, the
-    process is aborted.
+    In a rare failure the kernel leaves nothing mapped at `target`. A copy of the new contents is
+    then mapped there; until it is, a read gets SIGSEGV. If the copy fails too, the process is
+    aborted.
 
     Raises:
         OSError: The move failed, and both mappings are unchanged.

@@ -19,19 +19,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A name in a framework that this package depends on, and what is known about it.
+    """A function, class or attribute of a framework that this package depends on.
 
-    `target` is "module:qualified name", and `reason` says why the name matters. `part` says in a
-    sentence what a load does without the name; in `VllmSeam` it is a feature's name instead. One of
-    these is compared with the installed framework:
+    `target` is "module:qualified name", and `reason` says why the target matters. `part` says in a
+    sentence what a load does without the target; in a `VllmSeam`, `part` names a feature instead.
+    The first of these that is not empty is compared with the installed framework:
 
-    - `signature`, the whole signature; those in `earlier`, from older versions, are accepted too;
-    - `needs`, the names of parameters, for a generated `__init__` with hundreds of parameters;
-    - `has`, the names of attributes, annotated fields included;
-    - if all of these are empty, only that the name exists.
+    1. `has`, names of attributes, annotated fields included;
+    2. `signature`, the whole signature, or one of the signatures of older versions in `earlier`;
+    3. `needs`, names of parameters.
 
-    A name that is `optional` may be missing. `versions` are the framework versions in which the
-    name was seen, oldest first.
+    If all of them are empty, the target must only exist. If `optional` is True, it may be missing.
+    `versions` are the framework versions in which it was seen, oldest first.
     """
 
     framework: ClassVar[str] = ""  # what stands before a version in a message
@@ -48,13 +47,13 @@ class Seam:
 
     @property
     def version(self) -> str:
-        """The framework's name and the newest version in which the seam was seen, for messages."""
+        """The framework's name and the newest version in which the target was seen, as text."""
         return f"{self.framework}{self.versions[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A difference between a seam and the installed framework; `found` says what is installed."""
+    """A difference between `seam` and the installed framework; `found` says what is installed."""
 
     seam: Seam
     found: str
@@ -68,7 +67,7 @@ class Mismatch:
 
 
 def compare(seam: Seam) -> Mismatch | None:
-    """Return how the installed framework differs from `seam`, or None if it does not.
+    """Return how the installed framework differs from what `seam` records, or None if it agrees.
 
     The framework's module is imported. If the seam is optional, a missing name is no difference.
     """
@@ -118,6 +117,8 @@ def resolve(target: str) -> Callable[..., Any]:
 def holder_of(target: str) -> tuple[Any, str]:
     """Return the module or class that has `target` as an attribute, and the attribute's name.
 
+    `target` is "module:qualified name".
+
     Raises:
         ImportError, AttributeError: There is no such module or class.
     """
@@ -131,7 +132,7 @@ def holder_of(target: str) -> tuple[Any, str]:
 
 @functools.cache
 def usable(seam: Seam) -> bool:
-    """Return whether the installed framework matches `seam`.
+    """Return whether the installed framework agrees with what `seam` records.
 
     A difference is logged once in this process.
     """
@@ -147,9 +148,10 @@ def usable(seam: Seam) -> bool:
 class Replacements:
     """A context manager that replaces functions of a framework while it is active.
 
-    `wanted` has seams, each with a function that makes the replacement from the original function.
-    If the installed function does not match its seam, it is not replaced. The replacements take
-    effect in all threads; the context manager itself is for one thread.
+    `wanted` has pairs of a function's recorded signature (a `Seam`) and a callable that makes the
+    replacement from the original function. An installed function with another signature is not
+    replaced. The replacements take effect in all threads; the context manager itself is for one
+    thread.
     """
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:

@@ -114,9 +114,9 @@ class _Connection(sqlite3.Connection):
 def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3.Connection:
     """Open a connection to the database `path`, in autocommit mode.
 
-    The connection may be used by one thread at a time. Other threads may fork meanwhile, but a
-    forked child must not use the connection. `timeout_s` is how long to wait for a write of another
-    process; a fork may be delayed as long.
+    The connection may be used by one thread at a time. Other threads may fork at any time, but a
+    forked child must not use the connection. If another process is writing, a call waits for up to
+    `timeout_s` seconds; a fork may wait as long.
     """
     with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.
@@ -130,7 +130,7 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
 
 def marks(db: sqlite3.Connection) -> tuple[int, int]:
-    """Return the marks of a database, `application_id` and `user_version`; both are 0 if it is new.
+    """Return the `application_id` and the `user_version` of a database; both are 0 if it is new.
 
     Both are read in one transaction.
     """

@@ -14,10 +14,10 @@ def perhaps(name: str, names: Iterable[str]) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return the sentence that says how to install the optional extra `extra` of this package.
+    """Return a sentence that says how to install the optional extra `extra` of this package.
 
-    The command installs from a clone, because the package's name is not published: anyone who
-    registered the name could run code on the machines of users who follow a hint with that name.
+    The command installs from a clone, because this package is not published under its name. A
+    foreign package could take the name, and a hint with the name would then install foreign code.
     """
     return f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`"
 

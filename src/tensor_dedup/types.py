@@ -27,7 +27,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The identity of a tensor in a file: equal for tensors of equal shape, dtype and bytes."""
+    """The identity of a tensor in a file: the same for tensors of equal shape, dtype and bytes."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -39,8 +39,7 @@ SCHEMA = 3
 class PairOverlap:
     """The tensors that checkpoints `a` and `b` have in common. Sizes are in bytes.
 
-    A tensor that occurs several times in both is counted as often as it occurs in the checkpoint
-    with fewer copies of it.
+    A tensor that occurs twice in one of them and three times in the other counts twice.
     """
 
     a: str
@@ -65,10 +64,13 @@ class SharedTensor:
 class Analysis:
     """The result of an analysis: what checkpoints have in common. Sizes are in bytes.
 
-    Tensors below the minimum size are left out. `unique_bytes` counts equal tensors once.
-    `contributions` and `reasons` say what each checkpoint adds when the checkpoints are loaded in
-    this order, and why. `markers` are the results of checking the claims that tensors of a
-    checkpoint come from another one. `bytes_hashed` is 0 if all digests were already known.
+    * Tensors below the minimum size are left out.
+    * `contributions` says what each checkpoint adds when the checkpoints are loaded in this order,
+      and `reasons` says why.
+    * `unique_bytes` counts equal tensors once.
+    * `markers` has the results of checking markers, which are claims in a checkpoint that some of
+      its tensors come from another one.
+    * `bytes_hashed` is 0 if all digests were already known.
     """
 
     checkpoints: tuple[Measured, ...]
@@ -210,7 +212,7 @@ def measure(
 ) -> tuple[list[Measured], Digests]:
     """Return the tensors of each checkpoint with their digests, and how much was read and hashed.
 
-    Arguments and errors are those of `analyze`. `analyze` calls this function first.
+    This is the first step of `analyze`, with the same arguments and errors.
     """
     _check(min_tensor_bytes, hash_algorithm)
     given = [os.fspath(path) for path in paths]
@@ -251,7 +253,7 @@ def compare(
 ) -> Analysis:
     """Return the analysis of checkpoints whose digests are known. No I/O.
 
-    `bytes_read` and `bytes_hashed` are passed on to the result.
+    `bytes_read` and `bytes_hashed` are only copied to the result.
     """
     sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
     added, fused = contributions(checkpoints), survives(checkpoints)

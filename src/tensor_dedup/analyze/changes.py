@@ -24,8 +24,9 @@ class Reasons:
     """Why a checkpoint adds bytes: how it differs from the most similar checkpoint before it.
 
     `changes` describes the differences in words. `nearest` is the position of the most similar
-    checkpoint, or None for the first checkpoint. `full` is True for a full fine-tune or an
-    unrelated model: nearly all tensors have other bytes, but the same names, shapes and dtypes.
+    checkpoint, or None for the first checkpoint. `full` is True if nearly all tensors have other
+    bytes but the same names, shapes and dtypes. The checkpoint is then a full fine-tune or an
+    unrelated model.
     """
 
     nearest: int | None
@@ -40,8 +41,7 @@ def reasons(
 ) -> list[Reasons]:
     """Return, for each checkpoint, how it differs from the most similar checkpoint before it.
 
-    `added` is the result of `contributions`, and `lost` is the field `lost` of the result of
-    `survives`.
+    `added` comes from `contributions(checkpoints)`, and `lost` from `survives(checkpoints).lost`.
     """
     found = [Reasons(None, ())] if checkpoints else []
     for number in range(1, len(checkpoints)):

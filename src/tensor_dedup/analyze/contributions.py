@@ -31,12 +31,12 @@ class LayerShare:
 class Contribution:
     """What a checkpoint adds to the checkpoints before it.
 
-    `own` are the tensors with new bytes, equal ones once, and `adds_bytes` is their size. `layers`
-    are in natural order.
+    `own` are the tensors whose bytes no earlier checkpoint has; of equal tensors, only the first is
+    listed. `adds_bytes` is their size. `layers` are in natural order.
 
-    `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load shares with an
-    earlier checkpoint. A load shares leaves only between tensors of 8 MiB and more with equal dtype
-    and row shape, and only at equal offsets. Leaves whose digests are not known are not counted.
+    `leaf_shared_bytes` is the part of `adds_bytes` in leaves (2 MiB) that an earlier checkpoint
+    has. Leaves are shared only between tensors of 8 MiB and more, with equal dtype and row shape,
+    at equal offsets. Leaves whose digests are not known are not counted.
     """
 
     own: tuple[AnalyzedTensor, ...]
@@ -49,7 +49,7 @@ class Contribution:
 
 
 def contributions(checkpoints: Sequence[Measured]) -> list[Contribution]:
-    """Return what each checkpoint adds when they are loaded in this order."""
+    """Return what each checkpoint adds when `checkpoints` are loaded in this order."""
     held: set[str] = set()
     leaves: set[_Leaf] = set()
     found = []

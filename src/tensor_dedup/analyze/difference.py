@@ -32,9 +32,9 @@ ReadRange = Callable[[str, int, int], bytes]
 class TensorChange:
     """A tensor whose bytes, dtype or shape differ between two checkpoints.
 
-    `name` is its name in the second checkpoint, and `old_name` in the first. `numbers` is the
-    number of its elements, and `differing` the number of elements that differ. Both are None if
-    shape or dtype differ, or if elements were not compared.
+    `old_name` is its name in the first checkpoint, and `name` in the second. `numbers` counts its
+    elements, and `differing` counts those that differ. Both are None if the elements were not
+    compared, for example because shape or dtype differ.
     """
 
     name: str
@@ -52,9 +52,11 @@ class TensorChange:
 class CheckpointDiff:
     """The difference between two checkpoints: how `b` differs from `a`.
 
-    Tensors of equal bytes are unchanged or renamed. `renamed` are pairs of an old and a new name;
-    `added` and `removed` have names and sizes in bytes. `state_differs` says that two training
-    steps also differ in plain values or in structure.
+    * `unchanged` is the number of tensors with equal names, bytes, dtypes and shapes.
+    * `renamed` has pairs of old and new names of tensors that are otherwise equal.
+    * `added` and `removed` have names and sizes in bytes.
+    * `state_differs` is True if `a` and `b` are training steps that also differ in other values
+      than tensors, or in structure.
     """
 
     a: str
@@ -105,9 +107,9 @@ def diff(
     """Compare the checkpoints `a` and `b`, each given as for `analyze`.
 
     Two tensors are equal if their bytes, dtype and shape are equal. With `count`, changed tensors
-    of the same shape and dtype are read and compared element by element, 8 MiB at a time. Without
-    `count`, no tensor whose digest is known is read. The other arguments and the errors are those
-    of `analyze`.
+    of the same shape and dtype are also read and compared element by element, 8 MiB at a time.
+    Without `count`, only tensors whose digests are not known are read. The other arguments and the
+    errors are those of `analyze`.
     """
     found = analyze([a, b], hints=hints, store=store, progress=progress, follow_links=follow_links)
     one, two = found.checkpoints
@@ -188,7 +190,7 @@ def _sorted(tensors: Iterable[AnalyzedTensor]) -> _Tensors:
 
 
 def prefixes_of(old: str, new: str) -> tuple[str, str]:
-    """Return what remains of two names without their longest common ending.
+    """Return two names without the longest ending that both have in common.
 
     For example, `model.a.b` and `a.b` give `("model.", "")`.
     """

@@ -37,9 +37,9 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 class Digests:
     """The digests of all requested tensors, and how many bytes were read and hashed.
 
-    `by_file` maps each file to a dict from byte range to digest. A tensor of several leaves (2 MiB)
-    also has an entry for the range of each leaf, unless only the digest of the whole tensor was
-    remembered.
+    `by_file` maps each file to a dict from byte range to digest. A tensor has an entry for its
+    whole range. If the tensor has several leaves (2 MiB), each leaf has an entry, too, if its
+    digest is known.
     """
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
@@ -56,9 +56,9 @@ def read_digests(
 ) -> Digests:
     """Hash the tensors of each file in `files`, on all CPUs that this process may use.
 
-    New digests are remembered in `hints`. Files whose digests `hints` remembers already are not
-    read. `links` maps a file to the folders into which symbolic links on its path may lead; for a
-    file that is not in `links`, they may lead anywhere. Each thread takes 4 MiB of memory.
+    Files whose digests `hints` remembers are not read; new digests are added to `hints`. `links`
+    maps a file to the folders into which symbolic links on its path may lead. For other files,
+    links may lead anywhere. Each thread takes 4 MiB of memory.
 
     Raises:
         ChangedFileError: A file changed while it was read.
@@ -214,10 +214,10 @@ class _File:
 
 
 def runs(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Yield runs of neighbouring tensors, each of which fits into one read buffer.
+    """Group neighbouring tensors, so that each group can be read at once into one buffer.
 
-    A tensor that is larger than the buffer is a run of its own. `specs` are ordered by offset.
-    Reading small tensors together saves system calls.
+    A tensor that is larger than the buffer is a group of its own. `specs` must be ordered by
+    offset.
     """
     run: list[TensorSpec] = []
     for spec in specs:

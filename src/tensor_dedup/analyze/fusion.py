@@ -44,10 +44,11 @@ _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A parameter as vLLM holds it, and the tensors of the checkpoint that it consists of.
+    """A parameter of the loaded model, made of one or more tensors of the checkpoint (`parts`).
 
-    `suffix` is the name of the fused module, or "" for a single tensor. `parts` are the tensors.
-    `complete` says that all of them are large enough to be shared.
+    If vLLM fuses several tensors, `suffix` is the name of the fused module, such as `qkv_proj`;
+    otherwise it is "". `complete` is False if some of the tensors are too small to be shared;
+    `parts` does not have these.
     """
 
     name: str
@@ -67,7 +68,7 @@ class Final:
     def form(self) -> tuple[object, ...]:
         """The suffix, and the shape and dtype of each part.
 
-        If these are equal for two parameters, their parts lie at equal offsets.
+        If two parameters have equal forms, their parts lie at equal offsets.
         """
         return self.suffix, *((part.shape, part.dtype) for part in self.parts)
 
@@ -76,10 +77,12 @@ class Final:
 class FusedGroup:
     """Counts for all fused parameters of one kind, such as `qkv_proj`, in all checkpoints.
 
-    `fused` is the number of these parameters. `followers` is the number without those in the first
-    checkpoint that has any, which have no earlier parameter to be shared with. `shared` is the
-    number of shared parameters. `broken` is the number of parameters that are not shared, although
-    an unfused load would share some of their parts. `lost_bytes` is the size of those parts.
+    * `fused` is the number of these parameters.
+    * `followers` is their number without those in the first checkpoint that has any. No earlier
+      checkpoint could share those.
+    * `shared` is the number of shared parameters.
+    * `broken` is the number of private parameters with parts that would be shared without fusing,
+      and `lost_bytes` is the size of those parts.
     """
 
     suffix: str
@@ -94,8 +97,8 @@ class FusedGroup:
 class LostPart:
     """A tensor that is in memory already, but cannot be shared because its fused parameter differs.
 
-    `suffix` is the kind of the fused parameter, such as `qkv_proj`. `by_leaf` says that the leaves
-    of the tensor are shared nevertheless, if vLLM keeps the weights unpacked.
+    `suffix` is the kind of the fused parameter, such as `qkv_proj`. `by_leaf` is True if the leaves
+    of the tensor can still be shared, provided that vLLM keeps weights unpacked.
     """
 
     tensor: AnalyzedTensor
@@ -107,11 +110,13 @@ class LostPart:
 class Fused:
     """What vLLM shares when these checkpoints are loaded in this order.
 
-    `tensors` is the number of parameters after fusing. `shared_tensors` and `shared_bytes` are the
-    number and size of those that are in memory already. `lost` has, for each checkpoint, the
-    tensors that are not shared because of fusing. `lost_bytes` is the size of these tensors, and
-    `broken` the number of parameters that they belong to. `leaf_shared_bytes` is the part of
-    `lost_bytes` that is shared in leaves if vLLM keeps the weights unpacked.
+    * `tensors` is the number of parameters after fusing.
+    * `shared_tensors` and `shared_bytes` are the number and size of parameters that an earlier
+      checkpoint has already.
+    * `lost` has, for each checkpoint, the tensors that are not shared because of fusing.
+      `lost_bytes` is the size of these tensors, and `broken` the number of their parameters.
+    * `leaf_shared_bytes` is the part of `lost_bytes` that is still shared by leaf if vLLM keeps
+      weights unpacked.
     """
 
     tensors: int
@@ -155,7 +160,7 @@ def fuse(checkpoint: Measured) -> list[Final]:
 
 
 def survives(checkpoints: Sequence[Measured]) -> Fused:
-    """Return how much sharing survives in vLLM when these checkpoints are loaded in this order."""
+    """Return what vLLM shares, and what fusing prevents, when `checkpoints` are loaded in order."""
     finals_held, sources_held = Residents(), Residents()
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0

@@ -20,12 +20,13 @@ from tensor_dedup.types import STORE_SCHEME
 
 @dataclass(frozen=True, slots=True)
 class CheckedMarker:
-    """The result of checking a marker of the checkpoint `path`.
+    """The result of checking a marker: a claim that tensors of `path` are those of a base.
 
-    `base` and `digest` are those in the marker. `tensors` is the number of tensors that the marker
-    names, and `wrong` are the names of those that differ from the base's. `found` is the path of
-    the base, or None if the base is not among the compared checkpoints. In that case nothing was
-    checked, and `wrong` is empty.
+    * `base` and `digest` are the name and digest of the base in the marker.
+    * `tensors` is the number of tensors that the marker names.
+    * `found` is the path of the base. It is None if the base is not among the compared checkpoints;
+      nothing is checked then, and `wrong` is empty.
+    * `wrong` has the names of the tensors that are missing or differ from those of the base.
     """
 
     path: str
@@ -48,7 +49,10 @@ class CheckedMarker:
 
 
 def check_markers(checkpoints: Sequence[Measured]) -> list[CheckedMarker]:
-    """Check the claims in the markers of these checkpoints by comparing digests. No I/O."""
+    """Check the markers of these checkpoints by comparing digests. No I/O.
+
+    A marker claims that tensors of a checkpoint are those of another one.
+    """
     if not any(checkpoint.markers for checkpoint in checkpoints):
         return []
     held = {_content(checkpoint): checkpoint for checkpoint in reversed(checkpoints)}

@@ -57,7 +57,7 @@ def full_name(store: LocalStore, given: str) -> str:
     """Return the full name of the checkpoint that `given` means in the store, without `store://`.
 
     `given` is `NAME` or `store://NAME`. The revision in ORG/NAME@REVISION may be shortened if it is
-    unambiguous. A name that the store does not have is returned unchanged, except for the scheme.
+    unambiguous. If the store does not have the checkpoint, NAME is returned as it is.
     """
     name = given.removeprefix(STORE_SCHEME)
     if _SHORT.fullmatch(name) is None:
@@ -71,8 +71,7 @@ def full_name(store: LocalStore, given: str) -> str:
 def pull_suggested(name: str) -> Iterator[None]:
     """Context manager: if the store lacks the checkpoint `name`, add the pull command to the error.
 
-    It is for commands that look at checkpoints without pulling them. No remote is contacted. If no
-    remote is configured, the error stays unchanged.
+    If no remote is configured, the error stays unchanged. No remote is contacted.
     """
     try:
         yield
@@ -112,8 +111,8 @@ def _is_stored(name: str, store: StrPath | None) -> bool:
 def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: int) -> Measured:
     """Return the tensors and digests of a checkpoint in the store, from its manifest.
 
-    `path` is the name of the checkpoint, with or without `store://`, and `shown` is its path in the
-    result. Tensors smaller than `min_tensor_bytes` are only named in the result.
+    `path` is the name of the checkpoint, with or without `store://`. `shown` is the path to put
+    into the result. Of tensors smaller than `min_tensor_bytes`, the result has only the names.
 
     Raises:
         StoreError: The checkpoint is missing or damaged.

@@ -37,8 +37,8 @@ class AnalyzedTensor:
 class Measured:
     """A checkpoint whose digests are known.
 
-    `tensors` are its tensors of the minimum size or more, and `small` the names of the smaller
-    ones. `markers` are its claims that tensors come from another checkpoint.
+    `tensors` are the tensors of at least the minimum size, and `small` has the names of all smaller
+    ones. `markers` are the checkpoint's claims that tensors come from another checkpoint.
     """
 
     path: str
@@ -54,8 +54,8 @@ class Measured:
 class Residents:
     """A count of the tensors in memory while checkpoints are loaded one after another.
 
-    Equal tensors of one model stay separate in memory. The n-th of them is shared with the n-th of
-    another model.
+    Tensors are shared between models, but equal tensors in one model stay separate: the n-th of
+    them is shared with the n-th in another model.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Residents:
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
         """Add the tensors of a model, and return how many of them were in memory before, by key.
 
-        `wanted` has the key of each tensor; equal tensors have equal keys.
+        `wanted` has one key for each tensor; equal tensors have equal keys.
         """
         counts = Counter(wanted)
         found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})

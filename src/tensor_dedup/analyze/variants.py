@@ -29,8 +29,9 @@ _NUMBERS: Final = frozenset(
 class Variant:
     """A row of the table: a way to keep the variants in memory, and the size of their weights.
 
-    `measured` says that the size follows from the bytes of these checkpoints. Otherwise it follows
-    from their shapes, or from the article's assumption. `answers` says how the outputs change.
+    `measured` is True if the size follows from the bytes of these checkpoints. If False, the size
+    follows from their shapes or from an assumption in the article. `answers` says how the outputs
+    change.
     """
 
     approach: str
@@ -49,13 +50,14 @@ class Variant:
 
 
 def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
-    """Return the rows of the table for `count` variants, with these checkpoints as examples.
+    """Return the rows of the table for `count` variants of a model. No I/O.
 
-    The first checkpoint is the base, and the others are examples of its variants: each of the
-    `count` variants has their average size. If there is only a base, it is the example, too, and
-    the row about sharing is left out. Quantised sizes are lower bounds, because all matrices are
-    counted as quantised, embeddings included. Weights that are packed already keep their size. No
-    I/O.
+    The first checkpoint is the base. The others are examples of variants, and their average size is
+    the size of each of the `count` variants. If there is only a base, its own size is used, and the
+    row about sharing is left out.
+
+    Quantised sizes are lower bounds, because all matrices count as quantised, embeddings included.
+    Weights that are packed already keep their size.
 
     Raises:
         ConfigError: `count` is below 1.

@@ -125,15 +125,19 @@ class Failure(click.ClickException):
 
 
 class WrongUse(Failure):
-    """The error that the command line is wrong, or another one is needed. The exit status is 2."""
+    """The error that the command line is wrong and has to be changed. The exit status is 2."""
 
     exit_code = WRONG_USE
 
 
 def check_suffix(path: Path | None, *suffixes: str) -> None:
-    """Raise WrongUse unless the name of an output file ends in one of `suffixes`.
+    """Check that the name of an output file ends in one of `suffixes`.
 
-    This protects input files that are named by mistake. If `path` is None, nothing is checked.
+    So an input file is not overwritten if it is named by mistake. If `path` is None, nothing is
+    checked.
+
+    Raises:
+        WrongUse: The name has another ending.
     """
     if path is not None and path.suffix not in suffixes:
         raise WrongUse(f"{path} does not end in {suffixes[0]}; name a file that does")
@@ -158,7 +162,9 @@ _FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyT
 def data_errors() -> Iterator[None]:
     """Context manager: turn errors of this package and of the file system into a Failure.
 
-    The class of the Failure follows from the exit status of the error.
+    An error of this package with exit status 2 becomes a WrongUse, one with 3 a NobodyThere. A
+    path that is taken, and text that the locale cannot encode, become a WrongUse too. A
+    BrokenPipeError is not changed.
     """
     try:
         yield
@@ -178,7 +184,7 @@ def data_errors() -> Iterator[None]:
 
 
 def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
-    """Remember the value of `--store` or URL, so that hints in messages can repeat it.
+    """Remember the value of the option `--store` or the argument URL, for hints in messages.
 
     This is a click `callback`; it returns `value` unchanged.
     """
@@ -197,11 +203,12 @@ def given(name: str) -> str | None:
 
 
 def repeating_given(text: str, path: object = None) -> str:
-    """Return `text` with the store and the URL of this command line put into the commands in it.
+    """Put the store and the URL of this command line into the commands in `text`.
 
-    Commands in `text` stand in backquotes. The word `URL` in them is replaced, and `--store` is
-    appended to those that take it. `path` is the path that `text` is about. If the command line has
-    a URL, and `path` is outside the store, `--store` is not appended.
+    Commands stand in backquotes. The word `URL` in a command is replaced, and `--store` is appended
+    to `pull` and to the commands for comparisons, the store and runs. `path` is the path that
+    `text` is about. If the command line has a URL, and `path` is outside the store, `--store` is
+    not appended.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):

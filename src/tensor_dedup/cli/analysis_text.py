@@ -48,8 +48,8 @@ def show_summary(
 ) -> None:
     """Print what the checkpoints take together, what each adds and why, and what to do next.
 
-    `labels` are the names of the checkpoints. The text fits the console's width. It also fits one
-    screen, unless `whole` is True.
+    `labels` are the names of the checkpoints. The text fits the console's width. If `whole` is
+    False, it also fits one screen of a terminal; text for a pipe is not cut.
     """
     endless = console.width >= _ENDLESS
     labels = [printable(label) for label in labels]

@@ -165,8 +165,8 @@ def clients(
     """Return a table of client processes and their leases, and a line that names left-out columns.
 
     The leases of all connections of a process are added up. If `use` has a report of NVML, a column
-    shows each process's use of the GPU. Columns are left out if `out` is too narrow. The line is ""
-    if there are none.
+    shows each process's use of the GPU. Columns are left out if `out` is too narrow. If none is
+    left out, the line is "".
     """
     of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
@@ -202,7 +202,7 @@ def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
     """Return a table of the bytes of each checkpoint, and a line that names left-out columns.
 
     A tensor that several checkpoints share counts for each of them. Columns are left out if `out`
-    is too narrow. The line is "" if there are none.
+    is too narrow. If none is left out, the line is "".
     """
     rows = overview.checkpoints
     columns = {
@@ -217,8 +217,8 @@ def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
 def builds(out: Console, overview: Overview) -> tuple[Table, str]:
     """Return a table of the puts in progress, and a line that names left-out columns.
 
-    In a put, a client adds tensors to the manager. Columns are left out if `out` is too narrow. The
-    line is "" if there are none.
+    In a put, a client adds tensors to the manager. Columns are left out if `out` is too narrow. If
+    none is left out, the line is "".
     """
     rows = overview.builds
     columns = {

@@ -406,10 +406,11 @@ def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
 def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Condemn objects that no checkpoint uses, and delete those condemned for the lease.
 
-    Only objects older than the lease are condemned. So space is freed by the second of two runs
-    that are a lease apart; objects that are younger at the first run need a third run, after
-    another lease. With a lease of 0, while nobody pushes, one run deletes almost all; the catalog
-    that it replaces is deleted by the next run. If anything cannot be read, nothing is deleted.
+    An unused object is condemned once it is older than the lease, and deleted by a run that is at
+    least a lease later. So old objects are gone after two runs, a lease apart, and new ones after
+    three. With a lease of 0, while nobody pushes, one run deletes almost all unused objects; the
+    catalog that it replaces is left to the next run. If anything cannot be read, nothing is
+    deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)

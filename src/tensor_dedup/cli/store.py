@@ -117,8 +117,8 @@ def existing_or_said(
 ) -> Store | None:
     """Open an existing store; if there is none, print a message and return None.
 
-    If `as_json` is True, `document` is printed instead of the message. If it has a field `store`,
-    the field is set to the store's path.
+    If `as_json` is True, `document` is printed instead of the message. If `document` has a field
+    `store`, the path at which there is no store is printed in this field.
     """
     try:
         return existing(store)
@@ -134,9 +134,9 @@ def existing_or_said(
 
 
 def empty(store: Store, what: str) -> str:
-    """Return the message that the store holds `what`, such as "no checkpoints".
+    """Return the message for an empty list; `what` is, for example, "no checkpoints".
 
-    The message also says how to name another store.
+    The message has the store's path and says how to name another store.
     """
     return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
 
@@ -150,7 +150,9 @@ def print_fitted(
 ) -> None:
     """Print the store's path and, below it, a table that is fitted to the terminal.
 
-    The arguments from `heading` on are those of `fitted`.
+    `heading` and `names` are the title and the cells of the first column. `columns` maps the title
+    of each other column to its cells. If the table is too wide, columns in `least` are left out,
+    one by one in this order, and a last line names them.
     """
     out = console()
     table, left_out = fitted(out, heading, names, columns, least)

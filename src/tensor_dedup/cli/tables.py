@@ -80,12 +80,16 @@ def _divided(parts: list[str], width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
-    """Split a text into lines of at most `width` characters; lines after the first are indented.
+    """Split a text into lines of at most `width` characters.
 
-    `indent` is the number of spaces. By default, a text that begins with a label and two spaces, as
-    "path  /data" does, continues below what follows the label. Any other text is indented like its
-    first line. Words that are longer than a line are split after a dot or slash. A number and its
-    unit stay together, and a command stays on one line if it fits.
+    Lines after the first begin with `indent` spaces. The default depends on the text:
+
+    * If it begins with a label and two spaces, as in "path  /data", the lines are aligned with
+      what follows the label.
+    * Otherwise, the lines are indented like the first line.
+
+    Words that are longer than a line are split after a dot or slash. A number and its unit stay
+    together, and a command stays on one line if it fits.
     """
     if len(text) <= width:
         return [text]
@@ -123,7 +127,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listing(name: str, *others: str) -> Table:
-    """Return an empty table with the columns `name`, for names that may wrap, and `others`."""
+    """Return an empty table with a column `name`, whose cells may wrap, and columns `others`."""
     table = Table(name)
     for each in others:
         table.add_column(each, no_wrap=True, justify="left" if each in _WORDS else "right")

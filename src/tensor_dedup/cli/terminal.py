@@ -95,7 +95,10 @@ def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
 
 
 def say_lines(*lines: str, indent: int | None = None) -> None:
-    """Print lines on stdout, wrapped to the width of the terminal as by `wrapped`."""
+    """Print lines on stdout, wrapped to the width of the terminal.
+
+    `indent` is the number of spaces before continuation lines, by default as in `wrapped`.
+    """
     width = console().width
     for line in lines:
         for part in wrapped(printable(repeating_given(line)), width, indent):

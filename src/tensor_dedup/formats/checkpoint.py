@@ -216,10 +216,10 @@ class _OpenFiles:
 
 
 def check_text(name: str, path: Path) -> None:
-    """Check that `name`, which is part of the path `path` of a file, is valid UTF-8.
+    """Check that `name`, a part of a file's path, is valid UTF-8.
 
     On Linux a file name can be any bytes. Names that are not UTF-8 cannot be stored or written as
-    JSON.
+    JSON. `path`, the whole path, is used in error messages only.
 
     Raises:
         CheckpointFilesError: `name` is not UTF-8.

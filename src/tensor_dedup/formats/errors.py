@@ -21,9 +21,10 @@ MAX_NAME: Final = 200
 
 
 class FormatFault(Enum):
-    """A way in which a file can be malformed; the value is a sentence that describes it.
+    """A way in which a file can be malformed. The value is a sentence that describes the fault.
 
-    `advice` is the next step for the user, or "" if the advice of the error class fits.
+    `advice` says what the user can do about the fault. If it is "", the advice of the error class
+    is used.
     """
 
     advice: str  # the next step, where it is not that of the format
@@ -54,8 +55,8 @@ class LocatedError(FormatError, Generic[_Kind]):
     ) -> Self:
         """Return the error about the file `path`, or about one `tensor` in it.
 
-        `what` says what is wrong. The message ends with what the user can do about it. `facts` are
-        the values in the message, by name.
+        `what` says what is wrong. The message ends with advice for the user. `facts` are the values
+        in the message, by name.
         """
         where = path
         if tensor is not None:

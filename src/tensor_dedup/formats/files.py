@@ -37,8 +37,8 @@ class OpenFile:
     def read(self, start: int, nbytes: int) -> bytes:
         """Return exactly `nbytes` bytes from offset `start`.
 
-        The caller must have checked the range against `size`, so that a hostile length allocates
-        nothing.
+        Check first that the range lies inside the file. Otherwise a huge `nbytes` from a hostile
+        file allocates memory.
 
         Raises:
             ChangedFileError: The file has become shorter.
@@ -64,8 +64,8 @@ class OpenFile:
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
     """Context manager: yield the regular file `path`, open until the `with` block ends.
 
-    If `fd`, an open descriptor of the file, is given, the file is read through `fd`, which keeps
-    its position and stays open. `path` is then used in error messages only.
+    If the open descriptor `fd` is given, the file is read through it, and `path` is used in error
+    messages only. `fd` stays open, and its position does not change.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.

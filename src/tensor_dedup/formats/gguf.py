@@ -139,8 +139,8 @@ class GgufHeader:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufHeader:
     """Read and check the header of a GGUF file without reading tensor data.
 
-    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
-    `path` is used in error messages only.
+    If the open descriptor `fd` is given, the file is read through it, and `path` is used in error
+    messages only. The position of `fd` does not change.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
@@ -155,11 +155,11 @@ def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
     """Parse and check a header in memory, without I/O.
 
     `blob` begins at the beginning of the file and must hold the whole header. `file_size` is the
-    size of the whole file in bytes; `path` is used in error messages only.
+    size of the whole file in bytes; `path` is used in error messages only. FormatError is the
+    only error that a malformed header can cause.
 
     Raises:
-        FormatError: The file is malformed. No other error is raised if `blob` holds the whole
-            header.
+        FormatError: The file is malformed.
     """
     return _parse(lambda start, nbytes: blob[start : start + nbytes], file_size, path)
 
@@ -213,7 +213,7 @@ class Cursor:
         self._blob += self._fetch(have, wanted - have)
 
     def check_count(self, count: int, least: int, what: str) -> None:
-        """Check that the rest of the file can hold `count` entries of at least `least` bytes.
+        """Check that the rest of the file can hold `count` entries of at least `least` bytes each.
 
         `what` names the entries in the error.
         """

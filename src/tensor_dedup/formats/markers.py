@@ -79,7 +79,7 @@ def content_digest(tensors: Iterable[tuple[str, str]]) -> str:
     """Return a digest of a whole checkpoint, from the (name, digest) pairs of its tensors.
 
     The pairs are written as a text with a line "DIGEST NAME" for each tensor, in the order of
-    names. The result is the digest of this text, computed as for a tensor.
+    names. The text is hashed in the same way as a tensor.
     """
     return digest("".join(f"{found} {name}\n" for name, found in sorted(tensors)).encode())
 

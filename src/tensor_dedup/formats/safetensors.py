@@ -57,14 +57,14 @@ class SafetensorsHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> SafetensorsHeader:
-    """Read and check the header of a safetensors file, of at most MAX_HEADER_BYTES, in two reads.
+    """Read and check the header of a safetensors file without reading tensor data.
 
-    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
-    `path` is used in error messages only.
+    If the open descriptor `fd` is given, the file is read through it, and `path` is used in error
+    messages only. The position of `fd` does not change.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        FormatError: The file is malformed.
+        FormatError: The file is malformed, or its header is longer than MAX_HEADER_BYTES.
         ChangedFileError: The file became shorter while it was read.
     """
     with opened(path, fd) as file:
@@ -77,10 +77,11 @@ def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> Safetenso
     """Parse and check a header in memory, without I/O.
 
     `prefix_and_json` has the 8 bytes of the length and the JSON. `file_size` is the size of the
-    whole file in bytes; `path` is used in error messages only.
+    whole file in bytes; `path` is used in error messages only. FormatError is the only error that a
+    malformed header can cause.
 
     Raises:
-        FormatError: The file is malformed. No other error is raised.
+        FormatError: The file is malformed.
     """
     length = _header_length(prefix_and_json[:_LENGTH_BYTES], file_size, path)
     blob = prefix_and_json[_LENGTH_BYTES : _LENGTH_BYTES + length]

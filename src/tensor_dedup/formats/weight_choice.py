@@ -71,8 +71,8 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 class WeightFiles:
     """The file names to read in a folder: either `indexes`, whose shards are read, or `files`.
 
-    `missing` is the first shard that is missing from a set without an index, or None if the sets
-    are complete.
+    `missing` is the first file that is missing from a numbered series in `files`, or None if no
+    file is missing.
     """
 
     indexes: tuple[str, ...] = ()

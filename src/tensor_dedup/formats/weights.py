@@ -60,12 +60,12 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
     2. the first bytes, if they are those of a GGUF file or of a zip archive;
     3. the suffix of a file of torch.save.
 
-    Any other file is read as safetensors. With `fd`, the file is read through this open descriptor,
-    whose position stays unchanged. `path` then gives the file's name, and the folder in which a
-    `tensor.data_N` file has its index.
+    Any other file is read as safetensors. If the open descriptor `fd` is given, the file is read
+    through it, and the position of `fd` does not change. `path` is needed for the file's name, and
+    for the index beside a `tensor.data_N` file.
 
     Raises:
-        CheckpointNotFoundError: The file cannot be opened.
+        CheckpointNotFoundError: The file, or a file that it needs, cannot be opened.
         FormatError: The file is malformed.
         ChangedFileError: The file became shorter while it was read.
     """
@@ -82,10 +82,11 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
     """Return the header of a file of torch.save, or None if `file` has another format.
 
-    The format is decided as by `read_header`.
+    The format is decided by the file's name and its first bytes.
 
     Raises:
         FormatError: The file is malformed.
+        ChangedFileError: The file became shorter while it was read.
     """
     suffix = PurePath(file.path).suffix
     if suffix in (SAFETENSORS_SUFFIX, GGUF_SUFFIX):
@@ -99,8 +100,8 @@ def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
     """Return the tied weights of a torch.save file, as pairs (alias, name).
 
-    An alias is another name of the whole tensor `name`, which `header.tensors` lists. For other
-    formats the result is empty.
+    `header.tensors` lists the tensor only as `name`; `alias` is another name of the same tensor.
+    For other formats the result is empty.
     """
     if not isinstance(header, pytorch.PytorchHeader):
         return ()

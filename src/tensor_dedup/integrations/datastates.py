@@ -258,7 +258,7 @@ class DecoupledStoreEngine:
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         """Open the store that is named in `deepspeed_config`.
 
-        DeepSpeed creates the engines of all ranks at the same time.
+        All ranks must create their engines together, as DeepSpeed does.
 
         Raises:
             ConfigError: The entry `datastates_ckpt` in DeepSpeed's JSON is not valid.
@@ -340,7 +340,9 @@ class DecoupledStoreEngine:
         return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
 
     def wait(self, persist: bool = False) -> None:
-        """Wait until the state may be changed; with `persist`, until all saves are durable.
+        """Wait until the saved state has been copied and may be changed.
+
+        With `persist`, wait until all saves are durable.
 
         Raises:
             StoreError: A save failed.

@@ -79,9 +79,9 @@ class StoreWriter(StorageWriter):
     machine, or on several machines that share a file system with locks. A tensor that is in the
     store already is not stored again, whichever rank, step or run has stored it.
 
-    A step gets its name when the coordinator has finished it. Parts left behind by a rank that died
-    are deleted when the next step is finished. Save one step at a time, and wait for the future of
-    an `async_save` before the next save.
+    A step exists once the coordinator has merged the parts of all ranks. If a rank dies during a
+    save, the parts that are left behind are deleted when the next step is finished. Save one step
+    at a time, and wait for the future of an `async_save` before the next save.
 
     A writer may be pickled; the copy opens the store again.
     """
@@ -97,8 +97,9 @@ class StoreWriter(StorageWriter):
     ) -> None:
         """Prepare to save the run `run_id` into the store in the folder `root`.
 
-        The arguments are those of `CheckpointStore`. With `config` and `weights`, engines can load
-        steps that are not sharded. The store is opened, or created, when the first step is saved.
+        `compress`, `config` and `weights` have the same meaning as in `CheckpointStore`. With
+        `config`, engines can load steps whose tensors are not sharded. The store is opened, or
+        created, when the first step is saved.
 
         Raises:
             BadNameError: `run_id` is not a valid name of a run.
@@ -125,10 +126,12 @@ class StoreWriter(StorageWriter):
         self._parts = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step of the next save to `checkpoint_id`. DCP calls this before each save.
+        """Set the step of the next save to `checkpoint_id`; None leaves the step as it is.
+
+        DCP calls this before each save to which a `checkpoint_id` is passed.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a non-negative integer.
+            BadStepError: `checkpoint_id` does not consist of digits, as 7 and "7" do.
         """
         if checkpoint_id is not None:
             self._step = _step_of(checkpoint_id)
@@ -138,7 +141,7 @@ class StoreWriter(StorageWriter):
 
         Raises:
             UnsupportedError: The save was requested with `use_collectives=False`.
-            BadStepError: No `checkpoint_id` was given.
+            BadStepError: Neither this save nor an earlier one was given a `checkpoint_id`.
         """
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError("without collectives no step is whole; use_collectives=True")
@@ -159,8 +162,7 @@ class StoreWriter(StorageWriter):
         They are durable when the method returns.
 
         Raises:
-            TakenPartError: The part is called RUN/part-RANK@STEP, but another checkpoint has that
-                name.
+            TakenPartError: Another checkpoint has the part's name, RUN/part-RANK@STEP.
             StoreError: The part cannot be saved.
             UnsupportedArrayError: An array in the part cannot be saved.
             NamedTwiceError: A tensor and another value would be stored under the same name.
@@ -263,8 +265,9 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor 
 class StoreReader(StorageReader):
     """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
-    `checkpoint_id` is the number of the step. Without it, the latest step is read. Every byte that
-    is read is verified.
+    `checkpoint_id` is the number of the step. If it is not given to the first load, the latest step
+    is read. If it is not given to a later load, that load reads the same step as the load before.
+    Every byte that is read is verified.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
@@ -280,10 +283,12 @@ class StoreReader(StorageReader):
         self._shards: dict[str, bool] = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
-        """Set the step of the next load to `checkpoint_id`. DCP calls this before each load.
+        """Set the step of the next load to `checkpoint_id`; None stands for the latest step.
+
+        DCP calls this before each load to which a `checkpoint_id` is passed.
 
         Raises:
-            BadStepError: `checkpoint_id` is not a non-negative integer.
+            BadStepError: `checkpoint_id` does not consist of digits, as 7 and "7" do.
         """
         self._step = None if checkpoint_id is None else _step_of(checkpoint_id)
 

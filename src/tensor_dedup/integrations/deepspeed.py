@@ -75,9 +75,9 @@ def enable() -> None:
 
 @cache
 def register_types() -> None:
-    """Register providers for the types of DeepSpeed objects that occur in checkpoints.
+    """Register the types of DeepSpeed's objects in checkpoints, so that they can be saved.
 
-    Objects of these types can then be saved. Further calls in the same process do nothing.
+    Further calls in the same process do nothing.
     """
     for name in ("LossScaler", "DynamicLossScaler"):
         _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
@@ -130,8 +130,8 @@ def _zero_stage(state: int) -> Any:
 class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
     """A DeepSpeed checkpoint engine that saves to a store, and also loads DeepSpeed's own files.
 
-    A save is durable when it returns. It writes a new step, and a file that refers to this step. If
-    the file is saved again, it refers to a newer step, and the earlier one stays in the store.
+    `save` writes a new, durable step, and a pointer file that names the step. If the same file is
+    saved again, the pointer file names the new step, and the old step stays in the store.
     Processes that save at the same moment get separate steps.
     """
 
@@ -139,7 +139,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         """Open the store in the folder `store`, to save to runs called `run`/FILE.
 
         Raises:
-            NotAStoreError: The folder `store` holds something else than a store.
+            NotAStoreError: The folder `store` holds something other than a store.
             BadNameError: `run` is not a valid name of a run.
         """
         super().__init__(config_params)
@@ -180,7 +180,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return pointer.load(lambda run: CheckpointStore(self._store, run), path)
 
     def commit(self, info: Any) -> bool:
-        """Return True, because `save` has already made each file durable."""
+        """Return True, because `save` has already written each file."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
@@ -209,11 +209,14 @@ class DamagedPointerError(AdvisedError):
 
 
 class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_unknown_fields=True):
-    """The content of a pointer file: the name of a step and the name of its manifest.
+    """The content of a pointer file, which stands in place of a file of DeepSpeed.
 
-    Pointers written by `tensor_dedup.integrations.datastates` also have a `key`, which is the same
-    in all files of one checkpoint. If they lead to model states, they have `counts` too: the
-    numbers of files with model states and with optimizer states in a complete checkpoint.
+    * `name` is the name of a step, and `manifest` the name of the step's manifest.
+    * `key` is the same in all pointer files of one checkpoint.
+    * `counts` has the numbers of files with model states and with optimizer states in a complete
+      checkpoint. Only pointers to model states have it.
+
+    `key` and `counts` are set by `tensor_dedup.integrations.datastates` only.
     """
 
     name: str
@@ -247,9 +250,9 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
     ) -> Any:
         """Return the state in the step that the pointer names.
 
-        `open_run` opens the run with a given name, with its second tier if it has one. `path`, the
-        path of the pointer file, is used in error messages only. The message of an
-        UnknownStepError ends with the advice that `advise` returns.
+        `open_run` is called with the name of a run and returns the run. `path`, the path of the
+        pointer file, is used in error messages only. `advise` returns the advice with which the
+        message of an UnknownStepError ends.
 
         Raises:
             UnknownStepError: The step was deleted, lost or replaced.
@@ -268,7 +271,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
     def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
-        """Return the place of the pointer's step in the order in which steps were saved.
+        """Return the place of the pointer's step in the order of saving, as a sequence number.
 
         The result is None if the step was deleted, or was saved again after the pointer was
         written. `places(run)` returns the places of the steps of a run, by step number.

@@ -54,13 +54,13 @@ __all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
 class StoreIO(CheckpointIO):
     """A checkpoint plugin that saves and loads paths `store://RUN@STEP` through a store.
 
-    Other paths are handled as files. Each run that was passed to `add` is saved into its own store,
-    under its own retention rules. Any other run is looked up in the stores of these runs, in the
-    order in which the runs were added.
+    Other paths are handled as files. Runs that were passed to `__init__` or `add` have their own
+    stores and retention rules. For a step of any other run, the first of these stores that has the
+    step is used, or else the first store.
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
-        """Handle the steps of `run`, and of other runs after `add`.
+        """Handle the steps of `run`. Further runs can be passed to `add`.
 
         `other` is the plugin for ordinary files, by default Lightning's own.
         """
@@ -71,9 +71,9 @@ class StoreIO(CheckpointIO):
         self._last: dict[str, PendingSave] = {}
 
     def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
-        """Handle the steps of another run too.
+        """Handle the steps of `run` too.
 
-        With `asynchronous`, its steps are saved by `save_async`.
+        If `asynchronous` is True, the steps of `run` are saved in the background.
         """
         self._runs[run.run_id] = run
         if asynchronous:
@@ -107,8 +107,9 @@ class StoreIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint in the step or the file that `path` names.
 
-        For a step, the method first waits for the saves of the run, and tensors are on the CPU. A
-        step that no store has is pulled from a remote, if one is set. The first of these is used:
+        To load a step, the method first waits for background saves of the run. The tensors of a
+        step are on the CPU. If no store has the step, it is pulled from the first of these remotes
+        that is set:
 
         1. the environment variable TENSOR_DEDUP_REMOTE;
         2. `remote` in a configuration file.
@@ -179,12 +180,14 @@ class StoreCallback(Callback):
     ) -> None:
         """Save after every `every` optimizer steps, or after every epoch.
 
-        With `asynchronous`, the training continues while a step is saved, and the optimizers wait
-        until the tensors that they change have been copied. With automatic optimization, Lightning
-        computes the gradients in the optimizer's step, so the forward and backward passes wait too;
-        with `accumulate_grad_batches`, only those of the last batch wait. If a save fails in the
-        background, its error ends the training at the next step. At the end, the training waits for
-        the last save.
+        If `asynchronous` is True:
+
+        * The training continues while a step is saved.
+        * An optimizer waits until the tensors that it changes have been copied. With automatic
+          optimization, the forward and backward passes wait too. With `accumulate_grad_batches`,
+          only those of the last batch wait.
+        * If a save fails, its error ends the training at the next step.
+        * At the end, the training waits for the last save.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -220,11 +223,10 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers of an asynchronous callback, and record the current step number.
+        """Prepare for asynchronous saves, and record the number of the current step.
 
-        A hook makes an optimizer wait until the tensors that it changes have been copied. While
-        gradients accumulate, the step number stays the recorded one, so `on_train_batch_end` does
-        not save a step with this number.
+        If saves are asynchronous, each optimizer will wait until the tensors that it changes have
+        been copied. `on_train_batch_end` does not save the step with the recorded number.
         """
         self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:

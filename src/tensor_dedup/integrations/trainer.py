@@ -164,7 +164,7 @@ class StoreCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save the last step of the training if a save is due and Trainer logs its final summary.
+        """When Trainer logs its final summary, save the last step if a save is due.
 
         The method then waits until the state has been copied, because Trainer may load its best
         model next.

@@ -56,7 +56,7 @@ def status_of(meta: Any) -> ObjectStatus:
 
 
 def version_of(meta: Any) -> str:
-    """Return the version of an object that conditional writes compare, as JSON text.
+    """Return, as JSON text, the version of an object that conditional writes compare.
 
     `meta` is what obstore returns for the object. It contains an ETag, a version number or both.
     """
@@ -83,15 +83,14 @@ def is_about_ranges(text: str) -> bool:
 
 
 def is_about_keys(text: str) -> bool:
-    """Return whether an obstore error means that obstore could not use the credentials at all."""
+    """Return whether an error that obstore raised before any request is about the credentials."""
     return _KEYS.search(text) is not None
 
 
 def raise_panic(where: str, error: BaseException) -> None:
-    """Raise RemoteUnreachableError about the URL `where` if `error` is a panic of obstore.
+    """Raise RemoteUnreachableError for the URL `where` if `error` is a panic of obstore.
 
-    For any other error, do nothing. The class of panics cannot be imported, so a panic is
-    recognised by the name of its class.
+    Any other error is ignored.
     """
     if type(error).__name__ == "PanicException":
         what = f"obstore cannot go on, as with a wrong setting ({scrubbed(str(error))})"

@@ -123,17 +123,19 @@ class Bucket(ABC):
         return f"{self.url}/{key}"
 
     def foreign(self) -> str | None:
-        """Return the name of an entry that belongs to no remote, or None if no such entry is known.
+        """Return the name of a file or folder in the bucket that no remote contains, or None.
 
-        Only folders are searched for foreign entries; other buckets return None.
+        Only local folders are searched; other buckets return None.
         """
         return None
 
     def outer(self) -> str | None:
-        """Return the path or URL of a remote or store around this bucket, or None if none is known.
+        """Return the path or URL of a remote or store that contains this bucket, or None.
 
-        For a local folder, all folders above it are searched. On a server, a remote is found if the
-        bucket is in one of its own folders, such as `refs`. Other buckets return None.
+        * For a local folder, all folders above it are searched.
+        * On a server, only a remote is found, and only if the bucket is in one of that remote's own
+          folders, such as `refs`.
+        * Other buckets return None.
         """
         return None
 
@@ -166,8 +168,10 @@ class Bucket(ABC):
     ) -> None:
         """Pass the bytes of an object from `start` to `stop` to `arrived`, in order.
 
-        A bucket that can stream calls `arrived` with each chunk; others call it once. Errors are
-        those of `get_range`.
+        `arrived` is called for each chunk, or once if the bucket cannot stream.
+
+        Raises:
+            FileNotFoundError: There is no such object.
         """
         arrived(self.get_range(key, start, stop))
 
@@ -175,8 +179,7 @@ class Bucket(ABC):
     def head(self, key: str) -> ObjectStatus | None:
         """Return the status of an object, or None if there is no object.
 
-        Compare the tag in the status only with tags from `list`. Those from `get` have another
-        form.
+        The tag in the status can be compared with tags from `list`, but not with tags from `get`.
         """
 
     @abstractmethod
@@ -189,18 +192,20 @@ class Bucket(ABC):
     def put_once(self, key: str, data: memoryview) -> bool:
         """Write `data` as an object; return whether the memory of `data` may be reused at once.
 
-        True means that a single request was sent and succeeded. False means that the request was
-        repeated. The abandoned request may then still read `data`, and the server may carry it out.
+        * True: A single request was sent and succeeded.
+        * False: The first request failed and was repeated. The first one may still read `data`, and
+          the server may still carry it out.
         """
         self.put(key, [data])
         return True
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
-        """Write an object if its tag is still `tag`, which `get` returned, else return False.
+        """Write an object if its tag is still `tag`; return whether the write certainly succeeded.
 
-        With a `tag` of None, the object is written only if there is no object under `key`. After
-        False, read the object, because the write may have succeeded and its response been lost.
+        `tag` comes from `get`. If it is None, the object is written only if there is no object
+        under `key`. If the result is False, read the object, because the write may have succeeded
+        and its response been lost.
         """
 
     @abstractmethod
@@ -214,8 +219,9 @@ class Bucket(ABC):
     def delete_once(self, key: str) -> bool:
         """Delete an object; return whether the deletion is certainly over.
 
-        True means that a single request was sent and answered. False means that the request was
-        repeated, and the server may still carry out the abandoned one later.
+        * True: A single request was sent and answered.
+        * False: The first request failed and was repeated. The server may still carry out the first
+          one later.
         """
         self.delete(key)
         return True
@@ -223,7 +229,7 @@ class Bucket(ABC):
     def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
         """Make an existing object durable, because its writer may have died before doing so.
 
-        On a server this does nothing, because an object that can be read is durable.
+        On a server this does nothing: any object that can be read is durable.
         """
 
     def now(self) -> float:
@@ -240,7 +246,7 @@ class Bucket(ABC):
         return status.modified
 
     def each(self, call: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Call `call` for each of `items` on several threads; yield the results in that order.
+        """Call `call` for each of `items` on several threads; yield the results in their order.
 
         The first error ends the iteration, and calls that have not begun are cancelled.
         """

@@ -70,12 +70,14 @@ _PAUSE_S: Final = 0.05
 
 
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The entry of a container in a segment: its name, its kind, its size and its pieces.
+    """The entry of a container in the catalog: its name, kind, size in bytes and pieces.
 
-    `nbytes` is the size of the container in bytes. Pieces are listed by prefixes of their digests,
-    each `width` bytes long: `alone` joins the prefixes of pieces that are stored without a base,
-    and `deltas` those of pieces that are stored as deltas. Prefixes shorter than PREFIX_BYTES do
-    not prove that a piece is in the container.
+    Pieces are listed by prefixes, the first `width` bytes of their digests:
+
+    * `alone` joins the prefixes of the pieces that are stored without a base.
+    * `deltas` joins the prefixes of the pieces that are stored as deltas.
+
+    If `width` is less than PREFIX_BYTES, a prefix only shows that the container may hold a piece.
     """
 
     name: bytes
@@ -93,7 +95,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     def shortened(self, width: int) -> "ListedContainer":
         """Return the entry with its prefixes cut to `width` bytes.
 
-        An entry with few pieces, or with prefixes that are short enough, is returned unchanged.
+        If the entry has few pieces, or prefixes of at most `width` bytes, it is returned unchanged.
         """
         if width >= self.width or self.pieces <= _FEW:
             return self
@@ -118,12 +120,12 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True):
-    """The unused objects of a remote: those that are condemned, and those that are being deleted.
+    """The unused or damaged objects of a remote, by key. Times are seconds of the server's clock.
 
-    `condemned` maps the key of an object to the time at which the object was condemned. The time 0
-    marks an object that was found damaged or missing. `deleting` maps the key of an object to one
-    time for each gc that is deleting the object: the time at which that gc began. Times are in
-    seconds of the server's clock.
+    * `condemned` has the objects that a later gc deletes if nothing refers to them, each with the
+      time at which it was condemned. The time 0 marks an object that was found damaged or missing.
+    * `deleting` has the objects that are being deleted. An object has one time for each gc that is
+      deleting it: the time at which that gc began.
     """
 
     condemned: dict[str, int]
@@ -159,8 +161,8 @@ def listed(
 ) -> ListedContainer:
     """Return the catalog entry of `container`, made from its `table`, with prefixes of full length.
 
-    If `there` is given, it is a collection of digests, and the entry lists a delta only if all of
-    its bases are in `there`.
+    If `there`, a collection of digests, is given, a delta is listed only if `there` has all of its
+    bases.
     """
     blob = tables.encode(table).blob
     records = table.records
@@ -179,9 +181,9 @@ def listed(
 
 
 def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
-    """Return the digests of the bases that the deltas listed in `entry` need.
+    """Return the digests of the bases of all deltas that `entry` lists.
 
-    The bases are read from `table`, the table of the same container.
+    `table` is the table of the same container; it names the bases.
     """
     width = entry.width
     there = {*_split(entry.deltas, width)}
@@ -192,7 +194,8 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
 class Catalog:
     """The catalog in memory: the containers, and an index from pieces to containers.
 
-    `tag` is the tag of the head from which the catalog was read, or None if there was no head.
+    `tag` is the tag that the catalog's head, its main object, had when it was read. It is None if
+    there was no head.
     """
 
     containers: dict[ContainerId, ListedContainer] = field(default_factory=dict)
@@ -224,7 +227,7 @@ class Catalog:
                 found.setdefault(prefix, []).append(key)
 
     def learn(self, container: ListedContainer) -> None:
-        """Replace the entry of a known container by `container`, a more precise entry."""
+        """Replace the entry of a container in the catalog by `container`, a more precise entry."""
         key = ContainerId(container.name.hex(), container.kind)
         less = self.containers.pop(key)
         for found, held in ((self._alone, less.alone), (self._deltas, less.deltas)):
@@ -255,9 +258,9 @@ class Catalog:
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
         """Return the containers that hold a piece; an empty list if there are none.
 
-        With `alone`, only containers that hold the piece without a base are returned. Containers
-        that may hold the piece but need not (`is_doubtful`) come last. Deltas whose bases are lost
-        do not count, once `unheld` has found this out.
+        * With `alone`, containers that have the piece only as a delta are left out.
+        * Containers that may hold the piece, but not certainly (`is_doubtful`), come last.
+        * Deltas that `unheld` has found to lack a base are left out.
         """
         keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
         found = [each for key in keys for each in self._alone.get(key, [])]
@@ -268,11 +271,11 @@ class Catalog:
         return sorted(found, key=self.is_doubtful)
 
     def is_doubtful(self, container: ContainerId) -> bool:
-        """Return whether a container's entry has shortened prefixes, which prove nothing."""
+        """Return whether the prefixes in a container's entry are too short to prove anything."""
         return self.containers[container].width < PREFIX_BYTES
 
     def assure(self, digests: Iterable[bytes]) -> None:
-        """Record that a reference on the remote leads to these pieces, so the remote has them.
+        """Record that the remote certainly has these pieces, because a reference leads to them.
 
         If only one container may hold a piece, that container then certainly holds it, and its
         table need not be read. If several containers may hold the piece, nothing is recorded for
@@ -286,17 +289,17 @@ class Catalog:
         return len({*held}) == 1 and len(alone) in (0, len(held))
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether `assure` has recorded that the only possible holder has this piece."""
+        """Return whether `assure` has recorded where this piece certainly is."""
         return digest_ in self._assured
 
 
 def confirm(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
 ) -> None:
-    """Read tables of doubtful containers until it is certain which container holds each piece.
+    """Read tables until it is certain for each piece which container holds it.
 
-    Afterwards the first container that `catalog.holders` returns for a piece certainly holds it,
-    and a piece without holders is in no container. `alone` is passed to `holders`. A container
+    Afterwards, the first container that `catalog.holders` returns for a piece certainly holds it.
+    If none is returned, no container holds the piece. `alone` is passed to `holders`. A container
     whose table is missing or damaged counts as empty.
     """
 
@@ -329,10 +332,9 @@ def unheld(
 ) -> set[bytes]:
     """Return those of the pieces in `digests` that no container holds.
 
-    Where the catalog is not certain, tables are read. If damage is noted on the remote, or with
-    `suspicious`, a piece that is stored as a delta counts as held only if a container also holds
-    the base of the delta. Tables of containers with deltas are then read too, because only tables
-    name the bases.
+    Tables are read where the catalog alone is not certain. If `suspicious` is True, or if damage is
+    noted on the remote, bases are checked too: a delta then counts as held only if containers also
+    hold all of its bases.
     """
     confirm(bucket, catalog, digests)
     if suspicious or DAMAGED in catalog.trash.condemned.values():
@@ -377,15 +379,15 @@ def read_catalog(
     with_trash: bool = False,
     known: Mapping[bytes, list[ListedContainer]] | None = None,
 ) -> Catalog | None:
-    """Read the catalog, or return None if there is no head.
+    """Read the catalog, or return None if its main object, the head, does not exist.
 
-    `known` maps names to segments that were read earlier; these segments are not read again. The
-    trash is read only if `with_trash` is True.
+    `known` has segments (parts of the catalog) that were read earlier, by name. They are not read
+    again. The trash, the list of unused objects, is read only if `with_trash` is True.
 
     Raises:
-        DamagedRemoteError: The head or a segment is damaged.
-        MissingRemoteError: A segment is missing.
-        NewerFormatError: The head or a segment has a format later than version 1.
+        DamagedRemoteError: The head, a segment or the trash is damaged.
+        MissingRemoteError: A segment or the trash is missing.
+        NewerFormatError: One of these objects has a format later than version 1.
         FormerRemoteError: The head has a format earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
@@ -493,9 +495,9 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
 def decode_segment(
     blob: bytes, where: str, form: type[CatalogSegment] = CatalogSegment
 ) -> list[ListedContainer]:
-    """Decode `blob`, the bytes of the segment at the URL `where`; return its container entries.
+    """Decode `blob`, a segment read from the URL `where`; return its container entries.
 
-    `form` is the struct that the segment is decoded to.
+    `form` is the struct to decode to.
 
     Raises:
         DamagedRemoteError: The bytes are not a valid segment.
@@ -548,7 +550,7 @@ def read_table(bucket: Bucket, name: str) -> Table:
 def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Table | None:
     """Read and check the copy of the table at the end of a container of `nbytes` bytes.
 
-    Returns None if the copy is missing, damaged or not readable for another reason.
+    Returns None if the copy cannot be read, for example because it is missing or damaged.
     """
     key, end = layout.container_key(container), nbytes - TAIL_BYTES
     try:
@@ -566,9 +568,12 @@ def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Ta
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     """Return a catalog built from all readable tables on the remote; nothing is written.
 
-    Containers that are condemned or being deleted according to `catalog` are left out. A delta is
-    listed only if each of its bases is in a listed container, or in one that was condemned because
-    of damage. In the second case, `unheld` checks the delta later.
+    Left out are:
+
+    * containers that are condemned or being deleted according to `catalog`;
+    * deltas with a base in no container. The containers that were left out do not count here,
+      except for those that were condemned because of damage: `unheld` checks deltas with a base in
+      these later.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
@@ -599,9 +604,11 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
 
 
 def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
-    """Return the catalog with its trash, rebuilt from tables if it is missing or damaged.
+    """Read the catalog and its trash; if a part is missing or damaged, rebuild the catalog.
 
-    `before` is a catalog that was read earlier; segments that it has are not read again.
+    The catalog is rebuilt in memory, from the tables. The trash, the list of unused objects, is
+    then empty if it cannot be read. `before` is a catalog that was read earlier. Its segments are
+    not read again.
     """
     known = None if before is None else before.segments
     try:
@@ -627,16 +634,17 @@ def _without_segments(bucket: Bucket) -> Catalog:
 def is_damage_noted(bucket: Bucket) -> bool:
     """Return whether the catalog notes that an object was found damaged or missing.
 
-    This takes one request, or two if anything is condemned. Returns False if the head or the list
-    of condemned objects cannot be read.
+    This takes one or two requests. Returns False if the notes cannot be read.
     """
     return DAMAGED in condemned(bucket).values()
 
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
-    """Return the keys of condemned objects, each with the time at which it was condemned.
+    """Return the keys of condemned objects, each with a time.
 
-    Times are as in `Trash`. If the list cannot be read, the result is empty.
+    A later gc deletes these objects if nothing refers to them. The time is when the object was
+    condemned, in seconds of the server's clock, or 0 if it was found damaged or missing. If the
+    list cannot be read, the result is empty.
     """
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
         return (read_trash(bucket) or _NO_TRASH).condemned
@@ -644,12 +652,13 @@ def condemned(bucket: Bucket) -> Mapping[str, int]:
 
 
 def read_trash(bucket: Bucket) -> Trash | None:
-    """Read the trash, without the segments of the catalog; return None if there is no head.
+    """Read the list of unused objects; return None if the catalog's head does not exist.
 
     Raises:
-        DamagedRemoteError: The head or the trash is damaged.
-        MissingRemoteError: The trash is missing.
-        NewerFormatError: The head or the trash has a later version.
+        DamagedRemoteError: The head or the list is damaged.
+        MissingRemoteError: The list is missing.
+        NewerFormatError: The head or the list has a later version.
+        FormerRemoteError: The head has a format earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else _trash(bucket, _head(bucket, found[0]))
@@ -663,16 +672,17 @@ def commit(
     *,
     told_by_bytes: bool = True,
 ) -> Catalog:
-    """Replace the head of the catalog by a conditional write.
+    """Replace the head, the main object of the catalog, by a conditional write.
 
-    `change` receives the current catalog and returns the segments and the trash that the new head
-    names, or None to change nothing. If another writer has replaced the head meanwhile, `change`
-    is called again with the catalog of that writer. `pause` waits between the attempts. Returns the
-    catalog that `change` received last.
+    * `change` receives the current catalog and returns the segments and the trash that the new head
+      names, or None to change nothing. If another writer has replaced the head meanwhile, `change`
+      is called again with that writer's catalog.
+    * `pause` waits between the attempts.
+    * `told_by_bytes` says that the write counts as successful if the head now has exactly the bytes
+      of this call, even if the server reported a conflict. Set it to False if another writer may
+      write the same bytes.
 
-    A server may report a conflict although the write succeeded. Therefore the write counts as
-    successful if the head now has exactly the bytes of this call. Set `told_by_bytes` to False if
-    another writer may write the same bytes; every conflict then leads to another attempt.
+    Returns the catalog that `change` received last.
 
     Raises:
         RemoteBusyError: Other writers replaced the head before each attempt.
@@ -720,7 +730,7 @@ def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
 
 
 def tag_of(bucket: Bucket) -> str | None:
-    """Return the tag of the head, or None if there is no head."""
+    """Return the tag of the catalog's head (its main object), or None if there is no head."""
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else found[1]
 
@@ -768,8 +778,8 @@ def segment_of(
 ) -> dict[bytes, list[ListedContainer]]:
     """Return a segment that lists these entries, as a dict that maps its name to the entries.
 
-    The dict is empty if there are no entries. In a large catalog, prefixes are shortened. To
-    determine their length, `others` gives the number of pieces in the other segments.
+    The dict is empty if there are no entries. `others` is the number of pieces in the other
+    segments. If all pieces together are many, the prefixes in the segment are shortened.
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
@@ -791,12 +801,10 @@ def prefix_width(pairs: int, bits: int) -> int:
 def with_more(
     catalog: Catalog, new: Collection[ListedContainer]
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return the segments of a catalog after the entries `new` are added to it.
+    """Return the segments of a catalog after adding the entries `new`.
 
-    If the catalog has an entry for a container already, a new entry replaces it only if the new one
-    has more pieces. Small segments are merged. The largest segment is rewritten only if one of its
-    entries is replaced, or if the others together have become large too. So over many pushes, each
-    entry is rewritten only a few times.
+    If the catalog already has an entry for a container, the entry with more pieces is used. Small
+    segments are merged, so that there are never many of them. Large segments are rarely rewritten.
     """
     if catalog.rebuilt:
         return segment_of({e.name: e for e in (*catalog.containers.values(), *new)}.values())

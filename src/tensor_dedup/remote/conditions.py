@@ -32,7 +32,10 @@ def prepare(bucket: Bucket) -> bool:
     """Make a remote in an empty bucket, or check an existing remote; return whether it is new.
 
     Raises:
-        NotARemoteError: The bucket holds something else, or a remote whose marker is gone.
+        NotARemoteError: The bucket holds something else, lies in a remote or a store, or has lost
+            its marker `FORMAT`.
+        NewerFormatError: The marker has a later version.
+        DamagedRemoteError: The marker is damaged.
         NoConditionsError: The server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
@@ -70,11 +73,10 @@ def prepare(bucket: Bucket) -> bool:
 def check_still(bucket: Bucket) -> None:
     """Check with one request that a remote whose catalog was read can be written to.
 
-    The version in the marker is not checked, because the catalog of a remote with a later version
-    could not have been read.
+    The remote's version is not checked, because reading the catalog has done that.
 
     Raises:
-        NotARemoteError: The remote's marker is gone.
+        NotARemoteError: The marker `FORMAT` of the remote is gone.
         NoConditionsError: The server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
@@ -90,7 +92,7 @@ def check_remote(bucket: Bucket) -> None:
     """Check that a bucket holds a remote of this version.
 
     Raises:
-        NotARemoteError: The bucket is empty or holds something else.
+        NotARemoteError: The bucket is empty, holds something else, or has lost its marker `FORMAT`.
         NewerFormatError: The marker has a later version.
         DamagedRemoteError: The marker is damaged.
     """
@@ -109,12 +111,14 @@ def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
 
 
 def restore_marker(bucket: Bucket) -> str | None:
-    """Check that a bucket holds a remote, and write its marker again if it is missing or damaged.
+    """Write the marker `FORMAT` of a remote again if it is missing or damaged.
 
-    Returns the fault of the marker as a text, or None if the marker is intact. Without write access
-    the result is the same, but the marker is not written. A bucket without an intact marker counts
-    as a remote of this version if its catalog and at least one reference are readable. If the
-    catalog is empty, there need not be a reference.
+    Returns the fault of the marker as a text, or None if the marker is intact. Without write
+    access, only the fault is returned. Without an intact marker, the bucket still counts as a
+    remote if both conditions hold:
+
+    * the catalog is readable;
+    * at least one reference is readable, or the catalog is empty and there are no references.
 
     Raises:
         NotARemoteError: The bucket is empty or holds something else, or too much of it is lost to

@@ -208,10 +208,10 @@ class UncertainRemoteError(UnfitForCollectionError):
 
 @contextmanager
 def remote_damage(where: str) -> Iterator[PurePath]:
-    """Context manager: while it is active, decoding errors name the remote object `where`.
+    """Context manager that makes decoding errors name the remote object at the URL `where`.
 
-    A DamagedFileError becomes a DamagedRemoteError about the URL `where`; a NewerFormatError keeps
-    its class. The context manager yields a path, which the code inside passes to the decoder.
+    It yields a path to pass to the decoder. A DamagedFileError becomes a DamagedRemoteError with
+    the URL. A NewerFormatError keeps its class, and gets the URL.
     """
     path = PurePath("object")
     try:
@@ -227,7 +227,7 @@ def remote_damage(where: str) -> Iterator[PurePath]:
 
 @contextmanager
 def as_far_as_allowed() -> Iterator[None]:
-    """Context manager: while it is active, a refused write ends the `with` block without an error.
+    """Context manager that skips the rest of its block if a write is refused, without an error.
 
     So a check that also makes repairs can be used with read access only.
     """

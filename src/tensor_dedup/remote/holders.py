@@ -41,11 +41,10 @@ SMALL_BYTES: Final = 32 << 20
 
 
 class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The entry of a container in a list of holders.
+    """The entry of a container in a list of holders (the containers of a manifest's pieces).
 
-    `stored` is the number of bytes that the listed pieces take in the container. It is 0 if the
-    number is unknown or not needed, for example because all pieces in the container are unencoded
-    and the manifest has their sizes.
+    `stored` is the number of bytes that the listed pieces take in the container, or 0 if the number
+    is unknown or not needed.
     """
 
     stored: int = 0
@@ -63,12 +62,11 @@ def stored_in(entry: ListedContainer) -> int:
 def in_small_encoded(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> set[bytes]:
-    """Return those of the pieces in `reused` that are in small containers and may be encoded.
+    """Return the pieces in `reused` whose stored sizes a list of holders has to record.
 
-    A list of holders needs the stored sizes of these pieces. The result is empty if there are only
-    a few small containers. `reused` has the pieces that a push need not send. Its keys are pairs:
-    the digest of a piece, and whether the piece is stored without a base. Its values are the
-    containers on the remote that hold the pieces.
+    These are the pieces that are in small containers and may be encoded. If there are only a few
+    small containers, the result is empty. `reused` has the pieces that a push need not send: it
+    maps pairs (digest, whether stored without a base) to the containers that hold the pieces.
     """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
@@ -79,9 +77,8 @@ def in_small_encoded(
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Return the sizes in bytes that pieces probably take on the remote, by digest.
 
-    The size of a piece is that of its smallest encoded copy in the local store `source`. If a piece
-    is too small to be encoded, its own size is used. Other pieces without an encoded copy are left
-    out, because it is unknown how they are stored on the remote.
+    The size of a piece is that of its smallest encoded copy in the local store `source`. For a
+    piece that is too small to be encoded, it is the size of the piece. Other pieces are left out.
     """
     found = dict[bytes, int]()
     for digest in digests:
@@ -97,8 +94,8 @@ def relied_on(
 ) -> Iterator[ListedContainer]:
     """Iterate over copies of catalog entries that list only the pieces in `reused`.
 
-    The keys of `reused` are pairs: the digest of a piece, and whether the piece is stored without a
-    base. The values are containers. The prefixes in the copies have their full length.
+    `reused` maps pairs (digest, whether stored without a base) to the containers that hold the
+    pieces. The prefixes in the copies have their full length.
     """
     held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
     for (digest, alone), container in reused.items():
@@ -116,7 +113,7 @@ def put_holders(
     containers: Iterable[ListedContainer],
     sizes: Mapping[bytes, int],
 ) -> None:
-    """Write the list of the `containers` that hold the pieces of `manifest`.
+    """Write the list of holders of `manifest`: the `containers` that hold its pieces.
 
     Prefixes in the list are shortened. `sizes` maps digests of pieces to their stored sizes in
     bytes, as far as these are known.
@@ -144,8 +141,8 @@ def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedCont
 def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
     """Read a manifest's list of holders as a catalog, or return None if there is no list.
 
-    The list is a cache and may name containers that a gc has deleted. `pieces` are the pieces of
-    the manifest, which limit the size of the list.
+    The list names the containers of the manifest's `pieces`. Some of these containers may have been
+    deleted by a gc.
 
     Raises:
         DamagedRemoteError: The list is damaged, or too large for these pieces.
@@ -176,10 +173,10 @@ def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Cata
 def fault_of(
     held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
 ) -> str | None:
-    """Return the fault of a manifest's list of holders as a text, or None if it has no fault.
+    """Compare a manifest's list of holders with the tables; describe the fault of the list.
 
     `held` is the list as it was read, or the error of reading it, or None if there is no list.
-    `there` is the catalog of the remote's tables, with which the list is compared. The result is:
+    `there` is the catalog of the remote's tables. The result is:
 
     * None if there is no list, or the list is right;
     * an empty string if the list is outdated (it names containers that are not in `there`) or

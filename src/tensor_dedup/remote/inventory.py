@@ -74,7 +74,7 @@ class RemoteInventory:
     broken: set[str] = field(default_factory=set)
 
     def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
-        """Return whether the objects at `keys` exist and are as in the inventory `earlier`."""
+        """Return whether the objects at `keys` exist and have not changed since `earlier`."""
         return all(k in self.objects and self.objects[k] == earlier.objects.get(k) for k in keys)
 
     def live(self) -> dict[bytes, list[str]]:
@@ -93,8 +93,8 @@ class RemoteInventory:
         """Return the lost pieces: a dict from digests to the names of checkpoints that need them.
 
         A piece is lost if no container holds it, or if containers hold it only as a delta whose
-        base is in no container. `without` has pairs of a container and a digest; the copies of
-        pieces that these pairs name are taken as missing.
+        base is in no container. `without` has pairs of a container and a digest, which name copies
+        to treat as missing.
         """
         held = {
             c: {d: record for d, record in records.items() if (c, d) not in without}
@@ -116,9 +116,9 @@ def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
 def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
     """List all objects of a remote, and read all references, manifests, pages and tables.
 
-    Objects that cannot be read are reported in the result. Objects that a concurrent push adds are
-    not taken for garbage, because the objects are listed before the references are read. `known` is
-    an earlier inventory; an immutable object with the same status as in `known` is not read again.
+    Objects that cannot be read are reported in the result. If a push runs meanwhile, its new
+    objects are not taken for garbage. `known` is an earlier inventory; an immutable object that has
+    the same status as in `known` is not read again.
     """
     known = known or RemoteInventory()
     found = RemoteInventory()

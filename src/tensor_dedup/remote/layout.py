@@ -54,7 +54,10 @@ def ref_key(name: str) -> str:
 
 
 def name_of_ref(key: str) -> str | None:
-    """Return the name whose reference lies under `key`, or None if no reference can lie there."""
+    """Return the checkpoint name whose reference has the key `key`, or None if there is none.
+
+    `key` must be in the folder `refs/`.
+    """
     return name_in(key.removeprefix(REFS))
 
 
@@ -98,18 +101,17 @@ def object_of(key: str) -> str | None:
 
 
 def is_passing(key: str) -> bool:
-    """Return whether `key` is that of an object that a remote replaces or removes regularly.
+    """Return whether `key` is that of a short-lived object.
 
-    These are catalog segments, lists of condemned objects and temporary objects. In their folders,
-    an object with another key does not belong to the remote.
+    These are catalog segments, lists of condemned objects and temporary objects.
     """
     return _PASSING.fullmatch(key) is not None
 
 
 def container_of(key: str) -> ContainerId | None:
-    """Return the container that `key` names, or None if `key` is not the key of a container.
+    """Return the container that `key` names, or None for any other key.
 
-    The key of a container of an unknown kind gives None too.
+    None is also returned for a container of an unknown kind.
     """
     found = _OBJECT.fullmatch(key) if key.startswith(CONTAINERS) else None
     return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
@@ -128,7 +130,10 @@ def is_known(key: str) -> bool:
 
 
 def reference(name: str, manifest: str | None) -> bytes:
-    """Return the text of the reference of `name`; with a `manifest` of None, of a deleted name."""
+    """Return the text of a reference, which says that the checkpoint `name` has this `manifest`.
+
+    If `manifest` is None, the text says that the name was deleted.
+    """
     if manifest is None:
         return frames.encode_text([_DELETED, f"name {name}"])
     return ref_text(name, manifest)
@@ -153,14 +158,17 @@ def referred(text: bytes, name: str, where: str) -> str | None:
 
 
 def damaged_state(tag: str) -> str:
-    """Return a placeholder for the manifest name that a damaged reference with this `tag` lacks."""
+    """Return a text to use in place of the manifest name that a damaged reference lacks.
+
+    `tag` is the tag of the reference.
+    """
     return f"damaged {tag}"
 
 
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return the state of the reference of `name`, for a call that replaces or deletes it.
+    """Return what the reference of `name` leads to, even if the reference is damaged.
 
-    `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The state is:
+    `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The result is:
 
     * the name of the manifest that the reference names;
     * None if the checkpoint's name was deleted;

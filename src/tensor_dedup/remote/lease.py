@@ -12,7 +12,7 @@ _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 def boottime() -> float:
     """Return the seconds since this machine was started, including the time it was asleep.
 
-    A push or a gc measures its own duration with this clock. Time asleep has to count, because
-    other machines measure a lease with the server's clock, which goes on meanwhile.
+    A push or a gc measures its own duration with this clock, because a lease goes on while the
+    machine is asleep.
     """
     return time.clock_gettime(_CLOCK)

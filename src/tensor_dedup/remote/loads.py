@@ -63,8 +63,9 @@ class Load:
 class DamagedRecordError(Exception):
     """A piece could not be read from the local store in the form that was planned.
 
-    `cause` is None if an encoded copy is damaged; the piece may then be sent in another form. If
-    the piece was to be sent unencoded, the store has no intact copy, and `cause` is the error.
+    If `cause` is None, an encoded copy is damaged, and the piece may be sent in another form.
+    Otherwise, the piece was to be sent unencoded and the store has no intact copy of it; `cause` is
+    the error of the read.
     """
 
     def __init__(self, digest: bytes, cause: StoreError | None = None) -> None:
@@ -89,8 +90,8 @@ class Planner:
         """Return the containers in which the `missing` pieces are to be sent.
 
         `missing` maps the digests of pieces to their sizes, and `catalog` says what the remote has.
-        Copies that `note` has recorded as damaged are avoided. Apart from that, the same arguments
-        give the same result.
+        Copies that were passed to `note` as damaged are not used. Otherwise, equal arguments give
+        equal containers.
 
         Raises:
             MissingObjectError: The store `source` does not have one of the pieces.
@@ -179,7 +180,8 @@ class Planner:
         """Record the damaged copy that `error` is about, so that the next plan avoids the copy.
 
         Raises:
-            CorruptTensorError, MissingObjectError: The store has no intact copy of a piece.
+            CorruptTensorError, MissingObjectError: The store has no intact copy of a piece, so no
+                plan can send the piece.
         """
         if error.cause is None:
             self._damaged.add(error.digest)
@@ -196,10 +198,10 @@ class Planner:
 def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
     """Distribute pieces among containers, in the order of `records`; yield the containers.
 
-    Each item of `records` is a pair: the table entry of a piece, and its item for `Load.sources`. A
-    container takes pieces until it has CONTAINER_BYTES. A larger piece gets a container of its own
-    and does not end the current container. So if a push is resumed after its first containers were
-    sent, the remaining containers are the same as before.
+    Each item of `records` is a pair: the table entry of a piece, and the place of its encoded copy
+    or None (as in `Load.sources`). A container is complete when it has at least
+    CONTAINER_BYTES bytes. A piece larger than that gets a container of its own. If a push is
+    resumed after its first containers were sent, the remaining containers are the same as before.
     """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []

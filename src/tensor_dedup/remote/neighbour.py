@@ -28,8 +28,8 @@ def copy_checkpoint(
 ) -> TransferResult:
     """Copy the checkpoint `name` from the store `source` to the store `target`.
 
-    Each store is given as a pair of its objects and a function that opens a session. Pieces whose
-    digests are in `seen` are not counted in the result, because earlier results count them; the
+    Each store is a pair of its objects and a function that opens a session. `seen` has the digests
+    of pieces that earlier results count. The result does not count these pieces again, and the
     digests of this checkpoint's pieces are added to `seen`.
 
     Raises:

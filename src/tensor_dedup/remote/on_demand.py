@@ -23,13 +23,12 @@ def pull_missing(
 ) -> TransferResult | None:
     """Pull the checkpoint `name` from `remote` if the store does not have it.
 
-    Returns None, without a request, if the store has the name or `remote` is None; so a different
-    checkpoint under this name on the remote is not noticed. If several processes need the same
-    checkpoint, one pulls and the others wait. Progress is logged.
+    If the store has the name, or if `remote` is None, the result is None and no request is sent. A
+    checkpoint in the store is not compared with the one on the remote. If several processes need
+    the same checkpoint, one pulls and the others wait. Progress is logged.
 
     Raises:
-        UnknownRemoteNameError: The remote has no checkpoint of this name. The name may be that
-            of a run.
+        UnknownRemoteNameError: The remote has no checkpoint of this name. A run does not count.
         RemoteError: The remote cannot be used.
         StoreError: The remote's content is damaged, or the store failed. Nothing was committed.
     """

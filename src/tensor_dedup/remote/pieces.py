@@ -141,9 +141,7 @@ class RemotePieces:
     def arriving(self) -> Iterator[bytes]:
         """Iterate over the digests of the pieces in the order in which the pieces arrive.
 
-        Read each piece before requesting the next digest. Several ranges are downloaded at once,
-        and each is consumed when it arrives, so a pull that is killed has already stored most of
-        the bytes that it received.
+        Read each piece before requesting the next digest.
         """
         waiting: dict[int, deque[bytes]] = {}
         for digest in self.order:
@@ -163,7 +161,7 @@ class RemotePieces:
                 del waiting[arrived]
 
     def stop(self) -> None:
-        """Start no further downloads; `arriving` then yields only pieces already under way."""
+        """Start no further downloads; `arriving` then yields only pieces already requested."""
         with self._changed:
             self._stopped = True
             self._ahead.clear()
@@ -209,7 +207,7 @@ class RemotePieces:
             self._changed.notify_all()
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return where a piece is stored: a list of one container and the piece's table entry.
+        """Return where a piece is stored: a list with one pair, the container and the table entry.
 
         Raises:
             KeyError: The piece is not in this set.
@@ -335,9 +333,10 @@ class RemotePieces:
         return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
-        """Fill `view` with a verified leaf of the base `digest`; return the digest of the leaf.
+        """Fill `view` with a verified leaf of a base; return the digest of the leaf.
 
-        `start` is the offset of the leaf. Bases are read from the store, not from the remote.
+        `digest` is the digest of the base, the piece that a delta is encoded against. `start` is
+        the offset of the leaf. Bases are read from the store, not from the remote.
 
         Raises:
             MissingRemoteError: The store does not have the base.
@@ -414,10 +413,10 @@ class RemotePieces:
 
 
 class LostPieces:
-    """The pieces that could not be pulled while a run or several checkpoints are pulled.
+    """A record of the pieces that earlier pulls could not get, for the pulls that follow.
 
-    A later checkpoint that needs one of these pieces then fails at once, without downloading its
-    other pieces first. The object is false while no piece is lost. Use it from one thread only.
+    A checkpoint that needs one of these pieces fails at once, without downloading its other pieces.
+    The object is false until `note` is called. Use it from one thread only.
     """
 
     def __init__(self) -> None:
@@ -434,10 +433,10 @@ class LostPieces:
         return self._is_any
 
     def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Record the lost piece, or the missing or damaged place in a container, named by `error`.
+        """Record what `error`, which ended the pull of a checkpoint, reports as lost.
 
-        `error` ended the pull of a checkpoint. `wanted` maps the digests of the pieces of that
-        checkpoint to sizes.
+        This is a piece, or a missing or damaged place in a container. `wanted` maps the digests of
+        the checkpoint's pieces to their sizes.
         """
         self._is_any = True
         facts = error.facts
@@ -477,9 +476,9 @@ class LostPieces:
     ) -> None:
         """Check that none of `places` is known to be missing or damaged.
 
-        `places` says where pieces are to be read: it maps the digest of a piece to a container and
-        the entry of the piece in the container's table. For the message, `names` maps digests to
-        names of tensors, and `where` is the URL.
+        `places` maps the digest of each piece to be read to its container and its entry in the
+        container's table. For the message, `names` maps digests to names of tensors, and `where` is
+        the URL.
 
         Raises:
             MissingRemoteError: One of the places is known to be missing or damaged.

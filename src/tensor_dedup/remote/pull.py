@@ -88,8 +88,9 @@ _T = TypeVar("_T")
 class RemoteManifest:
     """The manifest of a checkpoint on a remote, with all pieces of the checkpoint in order.
 
-    `name` is the name of the checkpoint, `manifest` that of the manifest, and `content` the decoded
-    manifest. `blobs` maps names to the encoded manifest and the encoded pages of the manifest.
+    * `name` is the name of the checkpoint.
+    * `manifest` is the name of the manifest, and `content` is the decoded manifest.
+    * `blobs` maps the names of the manifest and its pages to their encoded bytes.
     """
 
     name: str
@@ -100,7 +101,7 @@ class RemoteManifest:
 
 
 def read_ref(bucket: Bucket, name: str) -> str:
-    """Return the name of the manifest for which the checkpoint name `name` stands.
+    """Return the name of the manifest of the checkpoint `name`, read from its reference.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -115,7 +116,7 @@ def read_ref(bucket: Bucket, name: str) -> str:
 
 
 def find_ref(bucket: Bucket, name: str) -> str | None:
-    """Return the name of the manifest for which the checkpoint name `name` stands.
+    """Return the name of the manifest of the checkpoint `name`, read from its reference.
 
     Returns None if the remote does not have the name, or if the name was deleted.
 
@@ -132,12 +133,10 @@ def list_refs(
 ) -> dict[str, ObjectStatus]:
     """Return the checkpoint names on a remote, sorted, each with the status of its reference.
 
-    With `run`, only steps and pins of this run are returned. The reference of a deleted name stays
-    on the remote, but is left out here. It is recognised by its size, without a request. So a
-    damaged reference that happens to have this size is left out, too, except in two cases:
-
-    * its tag shows that the content is different, as on servers where the tag is an MD5;
-    * the remote is a folder and `thorough` is True, so that references of this size are read.
+    With `run`, only steps and pins of this run are returned. Deleted names, whose references stay
+    on the remote, are left out. They are recognised by the size of the reference. So a damaged
+    reference that happens to have this size may be left out, too. With `thorough`, references of
+    this size are read if the remote is a folder, and damaged ones are returned.
     """
     found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
     for status in bucket.list(layout.REFS):
@@ -221,7 +220,8 @@ def read_content(
 ) -> tuple[bytes, Manifest]:
     """Read a manifest without its pages; return its bytes and the decoded manifest.
 
-    `known` is the same as for `read_manifest`.
+    `known(name)` returns the bytes of a manifest if the store has it, else None. A manifest in the
+    store is not read from the remote.
 
     Raises:
         MissingRemoteError: The manifest is missing.
@@ -255,13 +255,12 @@ def pull(
     """Pull the checkpoint `name` into a store, where it gets the same name.
 
     * `here` has the objects, the index and the hasher of an open session of the store.
-    * `listed` is the status of the reference from a listing. If it proves that the reference is the
-      same as in the store, the reference is not read.
+    * `listed` is the status of the checkpoint's reference from a listing. If it proves that the
+      store has the same reference, the reference is not read.
     * `seen` has the digests of pieces that earlier results count. The result does not count these
-      pieces again, and the digests of this checkpoint's pieces are added. So a piece that several
-      steps of a run share is counted once.
-    * `lost` has the pieces that earlier pulls could not get; those that this one cannot get are
-      added. If the checkpoint needs one of them, the pull fails before anything is transferred.
+      pieces again, and the digests of this checkpoint's pieces are added.
+    * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
+      the pull fails before any piece is transferred. Pieces that this pull cannot get are added.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -468,12 +467,13 @@ def _frame_here(objects: Objects, name: str) -> bytes | None:
 
 
 def name_check(objects: Objects, name: str, manifest: str, replace: bool) -> Callable[[], None]:
-    """Return a function that checks whether a pull may set `name` to `manifest` in the store.
+    """Return a function that raises an error if a pull must not set `name` to `manifest`.
 
-    Call the function just before the name is set. It returns None if the store does not have the
-    name, or has it for this manifest. If the name stands for another checkpoint, the function
-    raises RemoteNameTakenError unless `replace` is True, and the errors of `check_replaceable` if
-    the checkpoint is a step that must not be replaced.
+    Call the function just before the name is set in the store. If the name stands for another
+    checkpoint, it raises:
+
+    * RemoteNameTakenError if `replace` is False;
+    * the errors of `check_replaceable` if the name is that of a step that must not be replaced.
     """
     step = parse_step_name(name)
 

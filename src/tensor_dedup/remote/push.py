@@ -81,8 +81,10 @@ _LAST_CALLS: Final = 3
 class Outgoing:
     """A checkpoint of the store that is to be pushed.
 
-    `manifest` is the name of its manifest, and `nbytes` its size. `wanted` maps the digests of its
-    pieces to their sizes. `blobs` maps names to the encoded manifest and its encoded pages.
+    * `manifest` is the name of the checkpoint's manifest.
+    * `wanted` maps the digests of the checkpoint's pieces to their sizes.
+    * `blobs` maps the names of the manifest and its pages to their encoded bytes.
+    * `nbytes` is the size of the checkpoint.
     """
 
     name: str
@@ -103,7 +105,8 @@ class NameGuard:
         """Raise an error if the push must not change the name; otherwise return.
 
         `there` is the manifest for which the name stands on the remote, or None. The push calls
-        this method when it begins, and inside `with self.lock():` before each attempt.
+        this method when it begins, and before each attempt to change the name, inside `with
+        self.lock():`.
         """
 
 
@@ -579,11 +582,11 @@ class _Push:
 def refer(
     bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
 ) -> None:
-    """Set the reference of a name to `manifest`; with a `manifest` of None, delete the name.
+    """Make a checkpoint's name stand for `manifest`; if `manifest` is None, delete the name.
 
-    Deleting replaces the reference by one that marks the name as deleted. `check` is called before
-    each attempt, with the state of the reference (`layout.state_of`) or None, and may raise an
-    error to prevent the change.
+    A deleted name keeps a reference, which marks it as deleted. Before each attempt, `check` is
+    called with the state of the present reference (`layout.state_of`), or with None if there is no
+    reference. It may raise an error to prevent the change.
 
     Raises:
         RemoteBusyError: Other writers kept changing the name.

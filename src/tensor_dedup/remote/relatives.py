@@ -1,9 +1,9 @@
 """Find objects that a push need not send, because a related checkpoint is on the remote.
 
 A fine-tune shares most manifest pages and most pieces with its base. While a reference on the
-remote leads to the base, no gc deletes these objects within the lease. The objects may still have
-been lost, for example if the remote was copied incompletely. So a push checks that they exist, but
-does not read them.
+remote leads to the base, and for a lease afterwards, no gc deletes these objects. They may still
+have been lost, for example if the remote was copied incompletely. So a push checks that they exist,
+but does not read them.
 """
 
 import math
@@ -41,10 +41,10 @@ _HEAD_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A checkpoint of the store that shares manifest pages with a checkpoint that is pushed.
+    """A checkpoint of the store that shares parts of its manifest (pages) with a pushed one.
 
-    `pages` are the names of its pages. `pieces` returns the digests of its pieces, and may raise a
-    StoreError.
+    `pages` are the names of all its pages. `pieces` returns the digests of its pieces, and may
+    raise a StoreError.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Relative:
 
 
 def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) -> list[Relative]:
-    """Return the checkpoints of a store that share at least three of these pages.
+    """Return the checkpoints of a store that have at least three of the manifest pages in `pages`.
 
-    The checkpoint that shares the most pages comes first. Among checkpoints that share equally
-    many, the one with the oldest reference comes first, since it may be the base of the others.
+    The checkpoint with the most of these pages comes first. Among checkpoints with equally many,
+    the one with the oldest reference comes first, since it may be the base of the others.
     Checkpoints in `names`, and those that cannot be read, are left out.
     """
     wanted = {*pages}
@@ -88,8 +88,7 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool)
     """Return the first of `candidates` that the remote has under the same name, or None.
 
     Only the first few candidates are looked up. With `surely`, the reference is requested a second
-    time, because the first answer may be outdated. Use it if the reference is the only evidence
-    that the remote has the pieces of the checkpoint.
+    time, because the first answer may be outdated.
     """
     for relative, _ in zip(candidates, range(_ASKED), strict=False):
         key = layout.ref_key(relative.name)
@@ -110,8 +109,8 @@ def pages_there(
 ) -> set[str]:
     """Return those of the pages in `blobs` that `relative` has and that exist on the remote.
 
-    `sent` is the number of bytes of pieces that the push sends. The more the push sends, the more
-    bytes this check may transfer to save requests.
+    `sent` is the number of bytes that the push sends. The larger it is, the more bytes this check
+    may transfer in order to save requests.
     """
     common = {layout.manifest_key(part): part for part in blobs if part in relative.pages}
     # About so many are there: a push has two or more, and a page is of so many pieces.
@@ -133,10 +132,8 @@ def lost(
 ) -> set[ContainerId]:
     """Return those of `containers` that are missing on the remote or have a wrong size.
 
-    With `mending`, containers whose separate table is missing are returned too. A pull can read the
-    table at the end of the container instead, but a gc and a rebuilt catalog need the separate one.
-    `sent` is the number of bytes of pieces that the push sends, and `left` the number of bytes that
-    the check may still cost.
+    With `mending`, containers whose table object is missing are returned too. `sent` is the number
+    of bytes that the push sends, and `left` the number of bytes that the check may cost.
     """
     count = len(catalog.containers) + _condemned(catalog, layout.CONTAINERS)
     keys = {layout.container_key(each): each for each in containers}

@@ -104,7 +104,8 @@ class Remote:
     def pins(self, run: str) -> list[str]:
         """Return the names of the pins of a run in order, including pins of deleted steps.
 
-        The list is empty in the same cases as that of `steps`.
+        The list is empty if there is no such run, if `run` is the name of a checkpoint, or if the
+        remote is behind a plain web server, which cannot list objects.
         """
         return self._of_run(run, kept=True)
 
@@ -137,7 +138,7 @@ class Remote:
         return read_manifest(self.bucket, name, read_ref(self.bucket, name))
 
     def usage(self) -> upkeep.RemoteUsage:
-        """Measure the space that the remote takes, and the space that only one checkpoint needs."""
+        """Measure the space that the remote takes, and what each checkpoint alone needs of it."""
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
@@ -154,11 +155,11 @@ class Remote:
     def gc(
         self, lease_hours: float = DEFAULT_LEASE_HOURS, *, dry_run: bool = False
     ) -> sweep.RemoteGcPlan:
-        """Condemn unused objects, and delete objects that have been condemned for the lease.
+        """Condemn unused objects, and delete those that were condemned at least a lease ago.
 
-        The lease must be longer than any push takes; a shorter lease is safe only while nothing is
-        pushed. Objects written less than a lease ago are not condemned yet (`young` in the result),
-        so it may take two leases and three runs until an unused object is deleted. With `dry_run`,
+        The lease must be longer than any push takes; a shorter one is safe only while nothing is
+        pushed. Objects younger than the lease are not condemned yet (`young` in the result). So it
+        may take two leases and three runs until an unused object is deleted. With `dry_run`,
         nothing is changed, and the result says what would be.
 
         Raises:
@@ -185,7 +186,7 @@ class Remote:
         return upkeep.verify(self.bucket, full=full, advance=advance)
 
     def store_folder(self) -> Path | None:
-        """Return the path if the URL names the folder of a store, not a remote; otherwise None."""
+        """If the URL names the folder of a store, return the path of the folder, else None."""
         bucket = self.bucket
         if isinstance(bucket, FolderBucket):
             found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
@@ -194,10 +195,12 @@ class Remote:
         return None
 
     def has(self, name: str) -> bool:
-        """Return whether a checkpoint is called `name`. The URL may be that of a store's folder.
+        """Return whether there is a checkpoint called `name`.
+
+        If the URL names the folder of a store, that store is searched.
 
         Raises:
-            NotARemoteError: There is no remote.
+            NotARemoteError: There is neither a remote nor a store.
         """
         try:
             read_ref(self.bucket, name)
@@ -210,24 +213,31 @@ class Remote:
         return True
 
     def names_of(self, name: str) -> list[str]:
-        """Return a list of `name` alone or, if it is the name of a run, of its steps and pins.
+        """Return the names of the steps and pins of the run `name`; for a checkpoint, only `name`.
 
-        The URL may be that of a store's folder.
+        If the URL names the folder of a store, that store is searched.
 
         Raises:
             UnknownRemoteNameError: The remote has no checkpoint and no run of this name.
             UnknownNameError: The store has no checkpoint and no run of this name.
-            NotARemoteError: There is no remote.
+            NotARemoteError: There is neither a remote nor a store.
             UnlistedRemoteError: There is no checkpoint of this name, and a plain web server cannot
                 list the steps of a run.
         """
         return [*self.refs_of(name)]
 
     def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
-        """Return the names that `names_of` returns, each with the status of its reference.
+        """Return the names of the steps and pins of the run `name`, with their references' status.
 
-        If `name` is the name of a checkpoint, its status is None, because nothing was listed to
-        find it. Errors are those of `names_of`.
+        If `name` is the name of a checkpoint, the result has only that name, with None as the
+        status.
+
+        Raises:
+            UnknownRemoteNameError: The remote has no checkpoint and no run of this name.
+            UnknownNameError: The URL is that of a store's folder, and the store has no such name.
+            NotARemoteError: There is neither a remote nor a store.
+            UnlistedRemoteError: There is no checkpoint of this name, and a plain web server cannot
+                list the steps of a run.
         """
         if find_ref(self.bucket, name) is not None:
             return {name: None}

@@ -61,7 +61,8 @@ class TransferResult:
 def together(results: Sequence[TransferResult]) -> TransferResult:
     """Return the sum of several results, which must be for the same remote.
 
-    Pins do not count as checkpoints, so `names` leaves them out.
+    A pin whose step is among the results is not counted as a checkpoint, and is left out of
+    `names`.
     """
     first = results[0]
     names = {name for each in results for name in each.names}

@@ -28,13 +28,14 @@ def pull_each(
     """Pull the checkpoints in `refs`: a single checkpoint, or the steps and pins of a run.
 
     `refs` maps names to the statuses of references, or to None. Each checkpoint is pulled in its
-    own `session` of the store. If a step has lost or damaged data, its pin and the steps that need
-    the same data are skipped, and all others are still pulled. Any other error ends the pull.
+    own `session` of the store. If data of a step is lost or damaged, the step, its pin and the
+    steps that need the same data are skipped, and the others are still pulled. Steps that were
+    deleted on the remote meanwhile are skipped, too. Any other error ends the pull at once.
 
     Raises:
         UnknownRemoteNameError: All of the names were deleted on the remote meanwhile.
-        StoreError: `pull` failed for a checkpoint. For a run, the message lists the steps that were
-            not pulled.
+        StoreError: A checkpoint could not be pulled. For a run, the message lists the steps that
+            were not pulled.
     """
     results, seen, lost = list[TransferResult](), set[bytes](), LostPieces()
     failed: dict[str, StoreError] = {}

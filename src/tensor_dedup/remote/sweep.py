@@ -7,13 +7,12 @@ if the references at that time still do not lead to them. By then, a push that r
 object has ended, or has taken the object off the list of condemned objects.
 
 A push and a gc both replace the head of the catalog by conditional writes, so each notices the
-other. A gc that loses the race starts again. It then reads the lists, the references and new
-objects, but not the objects that it has already read.
+other. If another writer was first, a gc starts again.
 
 Concurrent runs may delete the same object. The list of objects that are being deleted has an entry
 for each of these runs, with a time, and a push avoids the object until all of the runs have ended.
-A run that was killed cannot remove its entries. A later run removes them when the time is so long
-ago that the killed run cannot be deleting any more.
+If a run was killed, a later run removes its entries when they are so old that the killed run cannot
+be deleting any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -91,8 +90,8 @@ class RemoteGcPlan:
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
     """Condemn unused objects, and delete objects that have been condemned for `lease_s` seconds.
 
-    Objects younger than the lease are not condemned yet. So an object that was never used is
-    deleted by the third run, two leases after it was written; with a lease of 0, by the first. With
+    Objects younger than the lease are not condemned yet, so an unused object stays for at least two
+    leases after it was written. With a lease of 0, a single run deletes all unused objects. With
     `dry_run`, nothing is changed.
 
     Raises:

@@ -47,7 +47,11 @@ def push(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Push the checkpoint `name`, or all steps of the run `name`, as `tensor_dedup.Store.push`."""
+    """Push the checkpoint `name`, or all steps of the run `name`, to the remote at `url`.
+
+    `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
+    take the place of another checkpoint there. Errors are those of `tensor_dedup.Store.push`.
+    """
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _push_artifact(store, str(url), name, listener, replace)
@@ -78,7 +82,11 @@ def pull(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Pull the checkpoint `name`, or all steps of the run `name`, as `tensor_dedup.Store.pull`."""
+    """Pull the checkpoint `name`, or all steps of the run `name`, from the remote at `url`.
+
+    `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
+    take the place of another checkpoint in `store`. Errors are those of `tensor_dedup.Store.pull`.
+    """
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _pull_artifact(store, str(url), name, listener, replace)
@@ -107,10 +115,13 @@ def push_to(
     guard: NameGuard | None = None,
     related: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
-    """Push `checkpoints`, which `outgoing` has returned, reading their pieces from the store.
+    """Push `checkpoints`, made by `outgoing`, to a bucket; read their pieces from the store.
+
+    `guard` can prevent a change of a name. `related` returns checkpoints of the store that share
+    manifest pages with the pushed ones.
 
     Raises:
-        StoreError: `tensor_dedup.remote.push.push` failed.
+        StoreError: The push failed.
     """
 
     def open_pieces(digests: set[bytes]) -> StoredPieces:

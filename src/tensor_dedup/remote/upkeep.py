@@ -74,8 +74,8 @@ class RemoteCheckpoint:
     """The description of a checkpoint on a remote.
 
     * `manifest` is the name of its manifest, and `nbytes` the size of the checkpoint's files.
-    * `unique_bytes` is the stored size of the pieces that only this checkpoint needs, itself or as
-      bases of its own deltas. It is None if it was not computed.
+    * `unique_bytes` is the stored size of the pieces that only this checkpoint needs, including
+      bases of its deltas. It is None if it was not computed.
     * `damage` is the reason why the checkpoint cannot be read completely, or None. If only pieces
       are lost, `manifest` is still set.
     """
@@ -95,9 +95,11 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """The number of bytes in a remote's containers, and how many of them no checkpoint needs.
+    """The space that a remote takes.
 
-    `run_unique_bytes` maps the name of a run to the number of bytes that only its steps need.
+    * `stored_bytes` is the size of the `containers`, and `unused_bytes` how much of that no
+      checkpoint needs.
+    * `run_unique_bytes` maps the name of a run to the number of bytes that only its steps need.
     """
 
     checkpoints: tuple[RemoteCheckpoint, ...]
@@ -343,7 +345,8 @@ def usage(bucket: Bucket) -> RemoteUsage:
 def owner(name: str) -> tuple[str, bool]:
     """Return the run or checkpoint to which `name` belongs, and whether it is a run.
 
-    For the name of a step or a pin, this is the run and True; for another name, `name` and False.
+    For a step or a pin, the result is the name of the run and True. For any other name, it is
+    `name` and False.
     """
     step = parse_step_name(name)
     return (name, False) if step is None else (step.run, True)

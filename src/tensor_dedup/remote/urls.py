@@ -18,7 +18,7 @@ _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
-    """Return whether `text` is meant as a URL; a mistyped URL (`s3:/...`) counts, a path not."""
+    """Return whether `text` is meant as a URL and not as a path, even if mistyped (`s3:/...`)."""
     return "://" in text or _MISTYPED.match(text) is not None
 
 

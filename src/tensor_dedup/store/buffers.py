@@ -83,11 +83,11 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:
     """Map `nbytes` of the file `fd` copy-on-write, from the offset `start`.
 
-    `start` is a multiple of PAGE.
+    `start` is a multiple of PAGE. The range must end within the file, because an access beyond the
+    end of the file would kill the process (SIGBUS).
 
     Raises:
-        OSError: The range cannot be mapped, or it reaches beyond the end of the file. An access
-            beyond the end would kill the process (SIGBUS).
+        OSError: The range cannot be mapped, or it reaches beyond the end of the file.
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if os.fstat(fd).st_size < start + nbytes:
@@ -99,8 +99,9 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
     """Load a range of `mapped`, made by `map_file`, into memory in a single call.
 
     Without this call, the kernel would load the range page by page at the first accesses. `start`
-    is a multiple of PAGE. Return False if a part of the range cannot be read; an access to that
-    part would kill the process (SIGBUS). Linux before 5.14 cannot tell, so the result is then True.
+    is a multiple of PAGE. If a part of the range cannot be read, return False; an access to that
+    part would kill the process (SIGBUS). Linux before 5.14 cannot detect this, so the result is
+    always True there.
     """
     region = mapped.obj
     if isinstance(region, mmap.mmap):
@@ -130,9 +131,8 @@ class BufferPool:
     def take(self, nbytes: int) -> memoryview:
         """Return a buffer of at least `nbytes` that is not in use; its content is undefined.
 
-        The memory returns to the pool when the returned memoryview object is garbage-collected. A
-        tensor made from the object by torch.frombuffer keeps it alive, but a slice of the object
-        does not.
+        The memory returns to the pool when the returned memoryview is garbage-collected. A tensor
+        made by torch.frombuffer keeps the memoryview alive. A slice of the memoryview does not.
         """
         with self._lock:
             self._collect()

@@ -100,11 +100,12 @@ class Containers:
             return bytes(blob)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Return whether the container's data file is in place.
+        """Return whether the file with the container's data exists.
 
-        For a `raw` container, the file must also have the size that `table` states. For an
-        `external` container, the file is the indexed file, which must be unchanged. `table` is the
-        container's table.
+        `table` is the container's table. Two kinds of container have a further condition:
+
+        - `raw`: The file has the size that `table` states.
+        - `external`: The file, which lies outside the store, was not changed since it was indexed.
         """
         origin = self.origin(container, table)
         status = None
@@ -130,9 +131,9 @@ class Containers:
         return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
-        """Return the path of the file with the container's data.
+        """Return the path of the file with the container's data. `table` is the container's table.
 
-        For an `external` container, that is the indexed file. `table` is the container's table.
+        The data of an `external` container is in the file that the container indexes.
         """
         origin = self.origin(container, table)
         own = self._layout.container(container.name, container.kind)
@@ -141,20 +142,21 @@ class Containers:
     def open_data(self, container: ContainerId, table: Table) -> Handle:
         """Open the file with the container's data for reading. `table` is the container's table.
 
-        OSErrors other than those below propagate, too.
-
         Raises:
-            ChangedExternalError: The file that an `external` container indexes was changed or
-                removed.
-            FileNotFoundError: The data file of any other container does not exist.
+            ChangedExternalError: The container is `external`, and the file that it indexes was
+                changed or cannot be opened.
+            OSError: Any other file cannot be opened, or no descriptor or memory is free.
         """
         return self.open_origin(container, self.origin(container, table))
 
     def open_origin(self, container: ContainerId, origin: ExternalFile | None) -> Handle:
-        """Open the file with the container's data like `open_data`, without needing the table.
+        """Open the file with the container's data for reading, without reading the table.
 
         `origin` is the file that an `external` container indexes, and None for any other kind.
-        Raises the errors of `open_data`.
+
+        Raises:
+            ChangedExternalError: The file `origin` was changed or cannot be opened.
+            OSError: Any other file cannot be opened, or no descriptor or memory is free.
         """
         if origin is None:
             return self._files.open(self._layout.container(container.name, container.kind), "read")
@@ -170,10 +172,10 @@ class Containers:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Return the path of a changed file outside the store that used to hold the piece `digest`.
+        """Return the path of a changed or removed file that had the piece when it was indexed.
 
-        Only files that `external` containers index are checked. Return None if no such file is
-        found.
+        `digest` is the piece's digest. Only files outside the store are checked. Return None if
+        there is no such file.
         """
         for container in self:
             if container.kind == EXTERNAL:

@@ -12,15 +12,16 @@ DIRECT_BYTES: Final = 1 << 20
 
 
 class DirectFile:
-    """A writer for one file that bypasses the page cache for whole pages. Safe from any thread.
+    """A writer for one file that bypasses the page cache (O_DIRECT). Safe from any thread.
 
-    `buffered` is a handle of the file, open for writing; the caller keeps and closes it. Bytes go
-    through the page cache in these cases:
+    `buffered` is a handle of the same file, open for writing, which the caller closes. These bytes
+    are written through the page cache instead:
 
-    - The file system does not support O_DIRECT.
-    - The memory address or the file offset is not a multiple of a page.
-    - The bytes are an incomplete page at the end of a write. `finish` writes these pages, so call
-      it after the last `write`.
+    - all bytes, if the file system does not support O_DIRECT
+    - a write whose memory address or file offset is not a multiple of the page size
+    - the incomplete page at the end of a write
+
+    Call `finish` after the last `write`, because it writes the incomplete pages.
     """
 
     def __init__(self, files: Files, buffered: Handle) -> None:
@@ -55,7 +56,7 @@ class DirectFile:
         self._files.begin_writing(self._buffered, at, view.nbytes)
 
     def finish(self) -> None:
-        """Write the incomplete pages that were held back. No other thread may be writing."""
+        """Write the incomplete pages at the ends of all writes. No other thread may be writing."""
         while self._ends:
             self._files.pwrite(self._buffered, *self._ends.pop())
 

@@ -114,7 +114,7 @@ class BadDigestError(AdvisedError):
 
 
 class BadRangeError(AdvisedError):
-    """The requested byte range lies outside the tensor."""
+    """An argument is outside its range: a range of bytes, a share or a number of hours."""
 
     exit_status = WRONG_USE
     advice = "give 0 <= start <= stop <= nbytes"
@@ -192,7 +192,7 @@ class NewerFormatError(AdvisedError):
 
 
 class DamagedFileError(AdvisedError):
-    """A file of the store has not the content that was written, or the disk cannot read it."""
+    """A file of the store lacks the content that was written, or the disk cannot read it."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
 
@@ -243,8 +243,8 @@ def is_unreadable(error: OSError) -> bool:
 def unreadable_as_damage(path: PurePath) -> Iterator[None]:
     """Context manager: while it is active, an OSError about lost bytes becomes a DamagedFileError.
 
-    `is_unreadable` decides whether an OSError is about lost bytes. `path` is the file that the new
-    error names. Other OSErrors propagate.
+    An OSError is about lost bytes if `is_unreadable` says so. Any other OSError propagates. `path`
+    is the file that the DamagedFileError names.
     """
     try:
         yield

@@ -50,11 +50,10 @@ class StoreHandle:
 
     @contextmanager
     def session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Context manager: while it is active, the store is in use and its index is open.
+        """Context manager: while it is active, the index is open, and the main lock is held shared.
 
-        It provides the index and a hasher. Like `locked`, it holds the store's main lock shared and
-        turns an OSError into a StoreError. The index is brought up to date first unless `update` is
-        False.
+        It provides the index and a hasher. If `update` is True, the index is brought up to date
+        first. The lock keeps garbage collection out. An OSError becomes a StoreError.
 
         Raises:
             StoreBusyError: Garbage collection is running and did not end within two minutes.

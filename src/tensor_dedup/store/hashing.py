@@ -67,10 +67,7 @@ class SilentListener:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a file, and `target`, the offset in another file to which the range is copied.
-
-    `target` has no meaning if the range is not copied.
-    """
+    """A range of a file. If the range is copied to another file, `target` is its offset there."""
 
     start: int
     nbytes: int
@@ -139,9 +136,9 @@ class Hasher:
     def hash_readable(
         self, source: Handle, ranges: Sequence[Range], progress: ProgressListener | None = None
     ) -> list[Hashed | None]:
-        """Hash `ranges` of `source` like `hash`, without failing where the disk cannot read.
+        """Return the hashes of `ranges` of the file `source`, or None for each unreadable range.
 
-        The result is None for each range that cannot be read.
+        A range is unreadable if the disk cannot read all of it.
 
         Raises:
             ChangedFileError: The file ends within a range.
@@ -210,10 +207,9 @@ class Hasher:
     ) -> "Future[_Out]":
         """Run `work(piece)` in another thread; return its future.
 
-        If there is only one worker, the work runs in the calling thread. `waits` says that the work
-        mostly waits for the disk. It then runs in a separate pool, so it occupies no hashing
-        thread. Before the caller closes files that `work` uses, it must wait for the result, even
-        after an error.
+        If there is only one worker, the work runs in the calling thread. If `waits` is True, the
+        work mostly waits for the disk, and runs in a separate pool to occupy no hashing thread.
+        Wait for the future before you close files that `work` uses, even after an error.
         """
         pool = self._writers if waits else self._pool
         if pool is None:
@@ -273,7 +269,7 @@ def change_hash_of_leaf(leaf: memoryview) -> bytes:
 
 
 def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
-    """Return the change hash of bytes with these leaves.
+    """Combine the change hashes of leaves into the change hash of all their bytes.
 
     `leaves` has the change hash of each leaf, in order. A change hash only tells whether bytes have
     changed.

@@ -134,10 +134,7 @@ def entry_of(record: Record) -> Entry:
 
 
 class StoreIndex:
-    """The index from digests to containers, as it is open during one session.
-
-    `open_index` returns it. Use it from one thread.
-    """
+    """The index from digests to containers, opened by `open_index`. Use it from one thread."""
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
@@ -169,7 +166,11 @@ class StoreIndex:
             self._fall_back()
 
     def update(self, written: Collection[ContainerId] = ()) -> None:
-        """Do the same as `refresh`, but let errors of SQLite propagate."""
+        """Add entries of new containers and drop those of missing ones.
+
+        The containers in `written` are read even if the index has entries for them. Errors of
+        SQLite propagate.
+        """
         rows = self._rows("SELECT name, kind, state FROM container")
         known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
@@ -228,8 +229,7 @@ class StoreIndex:
     ) -> dict[bytes, list[PieceLocation]]:
         """Return the readable locations of each digest. Digests without a location are left out.
 
-        With `external`, the locations in files outside the store follow the others; these files may
-        change.
+        With `external`, locations in files outside the store are included; these files may change.
         """
         wanted = list(digests)
         try:
@@ -276,12 +276,13 @@ class StoreIndex:
         return [digest for (digest,) in rows]
 
     def find_alike(self, leaves: bytes) -> list[PieceAlike]:
-        """Return locations of pieces that share leaves with a new piece, at the same offsets.
+        """Return the locations of up to eight pieces that seem to share leaves with a new piece.
 
-        `leaves` are the concatenated leaf digests of the new piece. The locations are sorted by the
-        number of shared leaves, most first, and limited in number. Pieces that are stored as
-        differences from others are left out. Only a prefix of each digest is compared, so the
-        caller must compare the leaf digests in the containers' tables.
+        `leaves` are the concatenated leaf digests of the new piece. A leaf is shared if both pieces
+        have it at the same offset. The piece with the most shared leaves comes first. Only a prefix
+        of each digest is compared, so the caller must compare the digests in the containers'
+        tables. Pieces are not found if they are smaller than a leaf (2 MiB), are stored as
+        differences from other pieces, or lie in files outside the store.
         """
         try:
             return self._find_alike(leaves)
@@ -541,9 +542,9 @@ class _IndexFile:
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
     """Context manager: while it is active, the index of a store is open; it provides the index.
 
-    The index is brought up to date first unless `update` is False. Without the update, opening
-    takes the same time for a store of any size, but entries may be outdated and new pieces missing.
-    A broken index is rebuilt, or replaced by an index in memory.
+    If `update` is True, the index is brought up to date first. If it is False, opening takes the
+    same time for a store of any size, but entries may be outdated and new pieces missing. A broken
+    index is rebuilt, or replaced by an index in memory.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)

@@ -58,9 +58,8 @@ def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
         NoStoreError: The folder is empty, missing or not completely initialised, and `create` is
             False.
         NewerFormatError: A later version of this program made the store.
-        DamagedFileError: The marker file is missing or damaged, and it is not written anew. Either
-            `mend` is False, or folders of the store are missing, or the store may be of a later
-            version.
+        DamagedFileError: The marker file is missing or damaged. Either `mend` is False, or the file
+            cannot be restored safely.
     """
     files, layout = store.files, store.layout
     names = set(files.listdir(layout.root))

@@ -1,9 +1,12 @@
 """The locks of a store.
 
-A session is one operation, such as an import, a save or the opening of a checkpoint, and holds the
-main lock shared. An open checkpoint holds the main lock only if it lies in more containers than may
-be open at once, or if damage was found in it. A sweep is a garbage collection, which deletes files,
-and holds the main lock exclusively. Further locks protect changes of references, pulls and drains.
+- A session is one operation, such as an import, a save or the opening of a checkpoint. It holds the
+  main lock shared.
+- A sweep is a garbage collection, which deletes files. It holds the main lock exclusively.
+- An open checkpoint holds no lock, with two exceptions. If it lies in more containers than may be
+  open at once, or if damage was found in it, it holds the main lock shared.
+- Further locks protect changes of references, automatic pulls and drains.
+
 All of them are advisory `flock` locks on files in the store's folder. The kernel releases them when
 the process ends.
 """
@@ -77,7 +80,7 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
 def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
     """Context manager: while it is active, the lock for automatic pulls is held.
 
-    An automatic pull is a pull that loading a checkpoint starts. The lock is that of the store:
+    An automatic pull is a pull that loading a checkpoint starts. A store has one such lock, so
     pulls of different checkpoints wait for each other, too.
 
     Raises:
@@ -94,8 +97,8 @@ def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) 
     """Context manager: while it is active, the lock for draining steps is held.
 
     A step is drained when it is copied to the second tier of its run, another store or a remote.
-    Hold the lock to change names of steps on such a remote, or to write the records about drained
-    steps.
+    Hold the lock while you change names of drained steps on a remote, or write the store's records
+    about drained steps.
 
     Raises:
         StoreBusyError: Another process has held the lock for `wait_s` seconds.

@@ -42,9 +42,9 @@ class Objects(StoreFolder):
         self.containers = Containers(StoreFolder(files, layout))
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over the alien files: those that format version 1 does not define.
+        """Iterate over the alien files, which are files that format version 1 does not define.
 
-        While there are any, the store can be read, but nothing is deleted from it.
+        While a store has alien files, it can be read, but garbage collection deletes nothing.
         """
         yield from self.containers.aliens()
         yield from (path for path in self.tree("manifests") if not _is_object(path))
@@ -55,16 +55,17 @@ class Objects(StoreFolder):
     # Lists of damaged records
 
     def bad_offsets(self, container: str) -> frozenset[int]:
-        """Return the offsets of the damaged pieces in a container, which is given by name."""
+        """Return the offsets of the damaged pieces in the container with the name `container`."""
         path = self.layout.bad(container)
         if self.files.status(path) is None:
             return frozenset()
         return frozenset(frames.decode(self.read(path), _BAD, list[int], path))
 
     def set_bad_offsets(self, container: str, offsets: Sequence[int]) -> None:
-        """Replace the list of the damaged pieces in a container; an empty list is removed.
+        """Replace the list of the damaged pieces in a container.
 
-        `container` is the container's name, and `offsets` are the offsets of the pieces.
+        `container` is the container's name, and `offsets` are the offsets of the pieces. If there
+        are none, the file with the list is deleted.
         """
         path = self.layout.bad(container)
         if offsets:

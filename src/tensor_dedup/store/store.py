@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 class LocalStore:
     """A content-addressed store of checkpoints in a folder. `open` opens or creates a store.
 
-    No file stays open between calls. Any number of store objects, threads and processes may use a
-    folder at once, also after a fork. `handle` is for the modules of this package. Every method may
-    raise the following errors.
+    No file stays open between calls. Any number of threads and processes may use a store at once,
+    also after a fork. `handle` is for the modules of this package. Every method may raise the
+    following errors.
 
     Raises:
         StoreError: The store, its files or its disk failed; the subclass tells how.
@@ -99,9 +99,8 @@ class LocalStore:
             NotAStoreError: The folder holds other files.
             NoStoreError: The folder is empty or missing, and `create` is False.
             NewerFormatError: A later version of this program made the store.
-            DamagedFileError: The marker file is missing or damaged and is not written anew. Either
-                `mend` is False, or folders of the store are missing, or the store may be of a later
-                version.
+            DamagedFileError: The marker file is missing or damaged. Either `mend` is False, or the
+                file cannot be restored safely.
         """
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
@@ -135,20 +134,21 @@ class LocalStore:
     ) -> ImportResult:
         """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
-        `name` defaults to the name of the folder or file. The checkpoint is committed when the call
-        returns. After an error, nothing is committed; only after a disk failure may the name exist
-        nevertheless. If the name holds the same files already, nothing is written (`unchanged` in
-        the result), except that damaged parts are stored again. Every byte is read and hashed, even
-        if digests of the files are known from an earlier read. `hints` receives the digests.
+        `name` defaults to the name of the folder or file. Every byte is read and hashed. The
+        checkpoint is committed when the call returns. After an error, the name is not committed,
+        except perhaps after a disk failure. If the checkpoint `name` has the same files already and
+        `replace` is False, nothing is written, and the result's `unchanged` is True; but if parts
+        of it are damaged, they are stored again.
 
-        A new tensor may share leaves (2 MiB) with a stored tensor, at the same offset. These leaves
-        are not stored again if that saves a tenth of the tensor. A vocabulary that grew therefore
-        costs only its new rows. The other parameters are:
+        If a new tensor shares leaves (2 MiB, at the same offset) with a stored tensor, these leaves
+        are not stored again, provided that this saves a tenth of the tensor. A vocabulary that grew
+        therefore costs only its new rows. The other parameters are:
 
+        - `hints` receives the digests of the imported files.
         - `compress` stores new tensors encoded if samples show that this saves a tenth. They are
           encoded on their own, or as the difference from a tensor in another checkpoint.
-        - `base` names that other checkpoint and implies `compress`. The default is the most similar
-          checkpoint in the store.
+        - `base` is the name of the checkpoint to take differences from, and implies `compress`. The
+          default is the most similar checkpoint in the store.
         - `external` leaves the weights where they are and indexes them there. The store then has no
           copy of them, and only guarantees that changes are noticed.
         - `follow_links` allows symbolic links to any place; use it only for folders that you trust.
@@ -190,9 +190,11 @@ class LocalStore:
         """Return the name of the manifest that an import of `path` would make. Write nothing.
 
         If the result equals `manifest(name)`, the checkpoint `name` has the same files already.
-        `known(path, fd)` returns the known digests of an open file, as a mapping from (start,
-        nbytes) to digests. Ranges without a known digest are hashed. Raises the errors of `import_`
-        about the path.
+        `known(path, fd)` returns the digests that the caller knows of an open file, as a mapping
+        from (start, nbytes) to digests. Other parts of the file are hashed.
+
+        Raises:
+            CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
         """
         with self.handle.session() as (_, hasher):
             return expected_manifest(
@@ -237,7 +239,7 @@ class LocalStore:
             return load_tensors(checkpoint, names, verify=verify)
 
     def open_pieces(self, digests: Iterable[str]) -> StoredPieces:
-        """Open pieces of any checkpoints for reading. `digests` are their digests (64 hex digits).
+        """Open the pieces with these digests (64 hex digits) for reading, from any checkpoints.
 
         Digests that the store does not have are ignored. Close the result, or use it as a context
         manager.
@@ -290,9 +292,9 @@ class LocalStore:
             return describe_all(self.handle.objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
-        """Return the number of tensors in `run` and their size on disk; None means all runs.
+        """Return the number of tensors in `run` and their size on disk. No tensor data is read.
 
-        No tensor data is read.
+        If `run` is None, the result is about all runs together.
         """
         from tensor_dedup.store.upkeep.run_sizes import run_stats as measure
 
@@ -301,9 +303,9 @@ class LocalStore:
             return measure(self.handle.objects, runs, run)
 
     def run_cost(self, run: str | None = None) -> "RunCost":
-        """Return what `run` costs on disk, or all runs together if it is None.
+        """Return how much disk space `run` takes. No tensor data is read.
 
-        No tensor data is read.
+        If `run` is None, the result is about all runs together.
 
         Raises:
             UnfitForCollectionError: The store is damaged, so it is uncertain what is in use.
@@ -322,7 +324,7 @@ class LocalStore:
             return tensor_changes(self.handle.objects, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
-        """Return what each step of a run added to it, in the order of step numbers.
+        """Return how many tensors and bytes each step added to its run, ordered by step number.
 
         No tensor data is read.
         """
@@ -334,11 +336,11 @@ class LocalStore:
     def step_difference(self, one: tuple[str, int], two: tuple[str, int]) -> "Difference":
         """Compare two steps: names and bytes of tensors, and metrics.
 
-        `one` and `two` each consist of a run and a step number.
+        `one` and `two` each consist of the name of a run and a step number.
 
         Raises:
-            UnknownStepError: A run has no such step.
-            NotATrainingError: The checkpoint with the name of the step was imported.
+            UnknownStepError: A run has no step with the given number.
+            NotATrainingError: A checkpoint with the name of the step was not saved by the run.
         """
         from tensor_dedup.store.steps.runs import difference
 
@@ -359,7 +361,7 @@ class LocalStore:
             return find(self.handle.objects, digest)
 
     def list(self) -> "list[Listed]":
-        """Return all checkpoints, ordered by name. A damaged checkpoint has a text in `damage`."""
+        """Return all checkpoints, ordered by name. If one cannot be read, its `damage` says why."""
         with self.handle.locked():
             return listed(self.handle.objects)
 
@@ -430,7 +432,7 @@ class LocalStore:
         """Check that a checkpoint exists.
 
         Raises:
-            UnknownNameError: No checkpoint has this name. The error suggests the most similar name.
+            UnknownNameError: No checkpoint has this name. The error suggests similar names.
         """
         with self.handle.locked(), self.handle.saying_near(name):
             if check_name(name) not in self.handle.objects.names():
@@ -474,8 +476,11 @@ class LocalStore:
         """Check the metadata of the store and a share of the pieces.
 
         `sample` is the share, from 0.0 to 1.0; `full` checks all pieces. By default, only the
-        metadata is checked. `seed` makes a sample repeatable. The result lists the faults, which
-        are also quarantined.
+        metadata is checked. `seed` makes a sample repeatable. The result lists the faults. Damaged
+        data is quarantined, so it is not read again.
+
+        Raises:
+            BadRangeError: `sample` is not between 0.0 and 1.0.
         """
         share = 1.0 if full else sample or 0.0
         if not 0 <= share <= 1:

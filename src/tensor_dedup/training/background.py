@@ -368,9 +368,9 @@ class Saves:
     def start(self, extract: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
         """Start to save the step that `extract` returns.
 
-        `lazy` has the same meaning as for `CheckpointStore.save_async`. The method waits while the
-        allowed number of saves is running. If an earlier save has failed, its error is raised, and
-        nothing is saved.
+        `lazy` has the same meaning as for `CheckpointStore.save_async`. If the allowed number of
+        saves is running, the method first waits until one of them has ended. If the error of an
+        earlier save was not raised yet, that error is raised, and nothing is saved.
         """
         self._turn.check(self._saver.root)
         self.check()

@@ -187,10 +187,10 @@ class SnapshotDevice(Protocol):
         ...
 
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
-        """Return a new set of copies from the device on which `tensor` is.
+        """Return a new DeviceSnapshot, still without copies, of the device on which `tensor` is.
 
-        The copies have the content that the tensors have after all work that has been submitted to
-        the device so far.
+        Its copies will have the content that the tensors have after all work that has been
+        submitted to the device so far.
         """
         ...
 
@@ -313,7 +313,7 @@ class _Copy:
 
 
 class StepCapture:
-    """The capture of one step.
+    """The capture of one step, with copies of the tensors that may change before they are stored.
 
     Create the object in the training thread. Afterwards it is safe from any thread.
 
@@ -485,19 +485,17 @@ class StepCapture:
         return wait
 
     def lacks_room(self) -> bool:
-        """Return whether there are tensors that were not copied because the pool had no room.
+        """Return whether some tensors are not copied because the pool had no room for them.
 
-        The method waits until a capture of every tensor was tried.
+        The method first waits until each tensor has been tried once.
         """
         self._all_tried.wait()
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture those large values for which torch does not count writes, such as NumPy arrays.
+        """Capture large values to which a later write would go unnoticed, such as NumPy arrays.
 
-        A later write to such a value would not be noticed.
-
-        Returns False if the pool of host memory had no room for one of them.
+        Returns True if all of them are captured, and False if the pool had no room for one.
         """
         self._work(lambda large: not large.counted)
         with self._lock:
@@ -592,11 +590,11 @@ class StepCapture:
             self._held = True
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield each large piece with its change hash when the piece is captured, until all are.
+        """Yield each copied large piece, with its change hash, as soon as the copy is complete.
 
         Pieces that the store has, and tensors for which the pool had no room, are left out. Each
-        call begins with the first piece again. Only one thread at a time may iterate, and this
-        thread must not be one that captures.
+        call begins with the first piece again. Only one thread at a time may iterate. Do not
+        iterate in a thread that captures.
 
         Raises:
             ChangedModelError: A tensor was changed before it was copied.

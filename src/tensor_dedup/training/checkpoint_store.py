@@ -155,8 +155,8 @@ class CheckpointStore:
         * "always": each save encodes everything.
         * None: nothing is encoded.
 
-        In all cases, leaves (2 MiB) that a tensor shares with a stored tensor at the same offset
-        are not stored again if that saves a tenth.
+        In all cases, leaves (2 MiB) of a new tensor that a stored tensor has at the same offset are
+        not stored again, if that saves a tenth of the new tensor.
 
         The first step of a run is stored as differences from the checkpoint `base` of the store,
         which may be an import or a step of another run. Without `base`, the most similar checkpoint
@@ -183,8 +183,8 @@ class CheckpointStore:
           steps are undrained, a save waits.
         * The second tier must be reachable during this call, because only the second tier knows
           which step is the latest. Afterwards it may be unreachable for a time.
-        * Only one `root` at a time may drain a run, and only to one second tier. `root` records
-          that tier, unless `keep_fast` is None.
+        * Only one `root` at a time may drain a run. If `keep_fast` is a number, `root` records the
+          second tier, and the run cannot be drained to another one.
 
         Raises:
             BadNameError: The run's name is invalid.
@@ -194,8 +194,8 @@ class CheckpointStore:
             UnknownNameError: The run has no step, and the store has no checkpoint `base`.
             OtherTierError: The run was drained to another second tier before, or `drain` is empty,
                 for example because its disk is not mounted.
-            DivergedTierError: The second tier has steps of another `root`, saved without knowledge
-                of steps in this `root` that are still to be drained.
+            DivergedTierError: Another `root` has continued the run, and this `root` has later steps
+                that are still to be drained.
             StoreIOError, StoreAccessError: The store at `drain` cannot be read.
             RemoteUrlError: `drain` is a URL that does not name a remote.
             RemoteUnreachableError: The remote at `drain` does not answer.
@@ -354,25 +354,23 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
         lazy: bool | None = None,
     ) -> PendingSave:
-        """Start to save a step in the background; the `wait` of the result returns what was saved.
+        """Start to save a step in the background. Call `wait` on the result to get a `Saved`.
 
-        The method waits while `in_flight` saves are unfinished. When it returns, the tensors that
-        the store lacks have been copied, so the model may be changed. Tensors that do not fit into
-        the pool are an exception: the method waits until they are written.
+        If the allowed number of background saves (`in_flight`) is running, the method first waits
+        until one of them has ended.
 
-        With `lazy`, the method returns earlier. It then copies only small tensors, plain values,
-        numpy arrays, and tensors whose writes torch does not count, such as those made in inference
-        mode. The other large tensors must stay unchanged until `before_update` has returned:
+        By default, the save is `lazy` if an optimizer is hooked (`hook`). If it is not lazy, the
+        model may be changed as soon as the method returns: tensors that the store lacks have then
+        been copied or, if the pool has no room for them, written.
 
-        * A write that torch counts leads to a ChangedModelError.
-        * A write through `.data`, or through an array that shares a tensor's memory, goes
-          unnoticed, and the step may have wrong content.
+        If the save is lazy, the method returns earlier. Large torch tensors must then stay
+        unchanged until `before_update` has returned. Earlier changes can make the save fail with a
+        ChangedModelError. But a change through `.data`, or through an array that shares the memory,
+        goes unnoticed, and the step may have wrong content.
 
-        Without the argument, the save is lazy if an optimizer is hooked.
-
-        The error of a background save is raised once: by `wait` of its result, or by the next call
-        of this method, `save`, `before_update` or `close`. If this call raises the error of an
-        earlier save, it has saved nothing. This method also raises the errors of `save`.
+        The error of a background save is raised by `wait` of its result or, if that was not called,
+        by the next call of this method, `save`, `before_update` or `close`. If this method raises
+        the error of an earlier save, it has saved nothing. It also raises the errors of `save`.
         """
         step_name(self.run_id, step)
         self._check_replaceable(step)
@@ -405,7 +403,7 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> StepSnapshot:
-        """Take `model` apart, and return the step for `commit`. Nothing is written.
+        """Return a step made of `model`, which can be passed to `commit`. Nothing is written.
 
         The result may share the model's memory, so the model must not be changed before the commit
         has ended. The arguments and errors are those of `save`.
@@ -434,8 +432,8 @@ class CheckpointStore:
     def commit(self, snapshot: StepSource) -> Saved:
         """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
-        If there is a second tier, the method first waits until fewer than `drain_backlog` steps are
-        still to be copied there. Older steps are then deleted in the background, after the new step
+        With a second tier, the method first waits until fewer than `drain_backlog` steps are still
+        to be copied there. The steps are then deleted in the background, after the new step
         was copied. Safe from any thread. The errors are those of `save`.
         """
         self._saves.check()
@@ -466,10 +464,10 @@ class CheckpointStore:
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """Load the model of a step, into `original` as far as possible; use the returned object.
+        """Load and return the model of a step. Every byte is verified.
 
-        Some adapters need an `original`. Every byte is verified. How long a load takes does not
-        depend on other steps.
+        If `original` is given, an object like the saved one, it is filled with the loaded values as
+        far as possible. Use the returned object in any case. Some adapters need an `original`.
 
         Raises:
             UnknownStepError: The run has no such step.
@@ -517,7 +515,7 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the numbers of the run's steps, sorted.
 
-        Only complete steps have a number. Imported checkpoints are left out.
+        Steps that are still being saved, and imported checkpoints, are left out.
         """
         return list(self._places())
 
@@ -608,7 +606,7 @@ class CheckpointStore:
 
         Each save does the same. With `dry_run`, the numbers are returned but nothing is deleted. If
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
-        be read, are never deleted. Space is freed as after `delete`.
+        be read, are never deleted. The space is freed by a later `gc`, after a grace period.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
@@ -653,9 +651,10 @@ class CheckpointStore:
             return kept_steps(self.store.handle.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Free the space that no checkpoint in the store needs, as `Store.gc` does.
+        """Move files that no checkpoint needs to the trash, and delete old files from the trash.
 
-        The method first waits for background saves and encoding.
+        Files are deleted when they have been in the trash for `grace_hours`. The method first waits
+        for background saves and encoding. The errors are those of `Store.gc`.
         """
         self._saves.finish()
         self._saver.finish_encoding()

@@ -73,9 +73,9 @@ class DrainError(AdvisedError):
 
 
 class OtherTierError(StoreError):
-    """The second tier is not the one to which this run was drained before.
+    """The steps of this run were copied to another second tier before.
 
-    The disk of the earlier one may not be mounted. Nothing was written to the second tier, and the
+    The disk of the earlier tier may not be mounted. Nothing was written to the second tier, and the
     fast tier keeps its steps.
     """
 
@@ -94,11 +94,11 @@ class OtherTierError(StoreError):
 
 
 class DivergedTierError(StoreError):
-    """The second tier has steps from another fast tier, and this fast tier has undrained steps.
+    """Another fast tier has continued the run, and this fast tier still has undrained steps.
 
-    Two fast tiers were used in turn, and this one had not drained its last steps when the other one
-    continued. If these steps were drained now, they would count as later than the steps of the
-    other fast tier. All tiers keep their steps.
+    The undrained steps were not copied to the second tier yet. If they were copied now, they would
+    count as later than the steps of the other fast tier. So they are not copied, and all tiers keep
+    their steps.
     """
 
     @classmethod
@@ -107,7 +107,7 @@ class DivergedTierError(StoreError):
     ) -> Self:
         """Return the error about the undrained `steps` of a run on the fast tier `fast`.
 
-        `theirs` are the steps from another fast tier on the second tier at `where`.
+        `theirs` has the steps on the second tier, at `where`, that came from another fast tier.
         """
         store = shlex.quote(str(fast))
         what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
@@ -121,10 +121,10 @@ class DivergedTierError(StoreError):
 
 
 class DivergedStepError(AdvisedError):
-    """The two tiers have different states of a step, and it is unknown which state is later.
+    """The two tiers have different content for one step, and it is unknown which is later.
 
-    Two fast tiers were used in turn. The state on the second tier is used, and both states are
-    kept.
+    This happens if two fast tiers were used in turn. Loads use the content on the second tier, and
+    both tiers keep theirs.
     """
 
     advice = (
@@ -154,13 +154,13 @@ class UnsupportedValueError(StateError):
 
 
 class UnsupportedArrayError(StateError):
-    """An array or a tensor has elements that cannot be stored in a checkpoint."""
+    """An array or a tensor cannot be stored in a checkpoint."""
 
     advice = "convert it to a dense array of numbers first"
 
 
 class CyclicStateError(StateError):
-    """A list or dict holds itself, or is nested too deeply to follow."""
+    """A container or an object contains itself, or is nested too deeply to follow."""
 
     advice = "save a structure without circles"
 
@@ -178,9 +178,9 @@ class UnknownAdapterError(StateError):
 
 
 class ProviderTakenError(StateError):
-    """A type or a name already has another provider, which cannot be replaced.
+    """A type or a name already has another StateProvider, which cannot be replaced.
 
-    The new provider would be given states that the other one has saved.
+    Otherwise the new provider would be given states that the earlier provider has saved.
     """
 
     advice = "register each type, and each name, once in a process"
@@ -193,7 +193,7 @@ class DamagedStateError(StateError):
 
 
 class UnknownProviderError(StateError):
-    """The checkpoint needs a provider that this process does not have."""
+    """The checkpoint needs a StateProvider that is not registered in this process."""
 
     advice = "register it (tensor_dedup.training.adapters.register_provider) and load again"
 
@@ -205,7 +205,7 @@ class ForbiddenClassError(StateError):
 
 
 class MismatchedOriginalError(StateError):
-    """The object passed as `original` cannot take this state."""
+    """The object passed to a load as `original` does not fit the saved state."""
 
     advice = 'pass an `original` built like what was saved, such as {"model": model}'
 

@@ -54,10 +54,9 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """The first step of a run, for which a base is to be found.
+    """The first step of a run, which is stored as differences from another checkpoint, the base.
 
-    `name` is the checkpoint to use as the base. If it is None, the most similar checkpoint in the
-    store is used.
+    `name` is the name of the base. If it is None, the most similar checkpoint in the store is used.
     """
 
     run: str

@@ -13,11 +13,12 @@ from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 
 
 class BaseStep:
-    """The earlier step with which a save compares its tensors, until the save is committed.
+    """The earlier step with which a running save compares its tensors.
 
     `pieces` maps change hashes, which are fast hashes of the content, to the large pieces of the
-    step. A save keeps no copy of a tensor that it finds there, so these pieces must stay in the
-    store. They stay as long as the step is neither deleted nor replaced (`is_there`).
+    earlier step. If the save finds a tensor there, it refers to the stored piece and does not store
+    the tensor. So these pieces must stay in the store. They stay as long as `is_there` returns
+    True.
     """
 
     _all: ClassVar[set["BaseStep"]] = set()
@@ -41,7 +42,7 @@ class BaseStep:
         return list(BaseStep._all.copy())
 
     def is_there(self) -> bool:
-        """Return whether the step's name still leads to the same manifest."""
+        """Return whether the earlier step was neither deleted nor replaced."""
         with suppress(StoreError, OSError):
             return self._objects.ref(self.name) == self._manifest
         return False

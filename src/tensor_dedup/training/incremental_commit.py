@@ -81,7 +81,7 @@ _T = TypeVar("_T")
 
 
 class PieceWriter:
-    """Stores the pieces of one step in an open session and transaction of the store."""
+    """Writes the pieces of one step, its tensors and small files, to the store."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class PieceWriter:
         self._known: dict[bytes, Places] = {}
 
     def write(self, wanted: Wanted) -> None:
-        """Store those of the pieces in `wanted` that the store does not have.
+        """Store the pieces in `wanted`, except for those that the store has already.
 
         `finish` returns the places of all these pieces.
         """
@@ -127,10 +127,10 @@ class PieceWriter:
             self._known |= found
 
     def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
-        """Return the places of all pieces given to `write` or in `again`, by change hash.
+        """Store the pieces in `again`, even if the store has them already, and end the writing.
 
-        The pieces in `again` are written first, even if the store has them. Call this method only
-        once.
+        Returns where all pieces given to `write` and `finish` are stored, by change hash. Call this
+        method only once.
         """
         moved = list(hash_pieces(self._hasher, again))
         self._write(moved)
@@ -257,7 +257,7 @@ def _is_unicode(text: str) -> bool:
 
 
 class StepSource(Protocol):
-    """A step that is to be committed. Parts of it may not be captured yet."""
+    """A step that is to be committed. Some of its tensors may still have to be copied."""
 
     @property
     def notes(self) -> Notes:
@@ -280,9 +280,9 @@ class StepSource(Protocol):
         ...
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield each large piece with its change hash when the piece is captured.
+        """Yield large pieces, each with its change hash, as soon as they are copied from the model.
 
-        The pieces are in memory to which nothing else writes. Each call begins with the first piece
+        Nothing else writes to the memory of these pieces. Each call begins with the first piece
         again.
 
         Raises:
@@ -310,13 +310,13 @@ class StepSnapshot:
 
     * `pieces` are its tensors, and `files` its small files by their paths.
     * `hashes` maps names of pieces to change hashes, as far as these are known.
-    * `same` has pieces that equal large pieces of an earlier step. They have a change hash but no
-      bytes in `pieces`.
+    * `same` maps names of pieces to equal large pieces of an earlier step. Such a piece has a
+      change hash in `hashes`, but no bytes in `pieces`.
     * `private` has the names of pieces that are in memory to which nothing else writes.
     * `new` is True if the commit must not replace a step.
     * `background` is True if the training continues during the commit.
-    * `again(name, change_hash)` returns the bytes of a piece in `same`, and whether these are in
-      private memory. It returns None if the bytes are no longer in memory.
+    * `again(name, change_hash)` returns the bytes of a piece in `same`, and whether nothing else
+      writes to their memory. If the bytes are no longer in memory, it returns None.
     * `check_unchanged()` is called when all bytes have been read. It raises ChangedModelError if
       some bytes were written to.
     * `committed()` is called when the step is committed.
@@ -394,7 +394,7 @@ class Saved:
     * `new_tensors` is the number of distinct pieces (tensors and small files) that were not in the
       store before, and `new_bytes` their size.
     * `stored_bytes` is the number of bytes that were written for these tensors, with tables and
-      manifests. A later encoding may reduce the number.
+      manifests. A later encoding may reduce the space that they take.
     * `seconds` is the time until everything was durable.
     """
 
@@ -410,10 +410,9 @@ class Saved:
 
 
 class SaveLock:
-    """A lock for saves that can detect that the calling thread holds it already.
+    """A lock for saves. `check` detects that the calling thread holds the lock already.
 
-    A thread asks for the lock again if a signal handler or a provider starts a save in the middle
-    of another save.
+    This happens if a signal handler or a provider starts a save in the middle of another save.
     """
 
     def __init__(self) -> None:
@@ -478,7 +477,7 @@ class Saver:
         self._encoder.finish()
 
     def wait_for_encoding(self, step: int, enough: Callable[[], bool]) -> None:
-        """Wait until no encoding for the step is left, or until `enough` returns True.
+        """Wait until no tensor of a step is still to be encoded, or until `enough` returns True.
 
         `enough` is called again and again during the wait.
         """
@@ -505,9 +504,9 @@ class Saver:
     def base(self) -> BaseStep:
         """Return the step committed last, with which the next save compares its large pieces.
 
-        This method does not wait for a running commit. Until the result is released, draining does
-        not remove the step from the fast tier, so its pieces stay there. They may be removed if the
-        step is deleted explicitly.
+        This method does not wait for a running commit. Call `release` on the result when the save
+        has ended. Until then, if there are two tiers, the step stays on the fast tier even if it
+        was copied to the second tier. An explicit deletion still removes it.
         """
         with os_errors(self._objects.layout.root):
             return BaseStep(self._objects, self._shown)

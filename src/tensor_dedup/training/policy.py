@@ -84,8 +84,8 @@ _MOST_PARTS = 100
 class HitRate:
     """How useful encoding was for small tensors of one type and size.
 
-    `misses` counts the successive tensors that did not become smaller, and `skip` the tensors that
-    are still to be left unencoded.
+    `misses` is the number of tensors in a row that did not become smaller. `skip` is the number of
+    coming tensors that are not to be encoded.
     """
 
     misses: int = 0
@@ -100,7 +100,7 @@ class SmallTensorPolicy:
         self._tried = 0
 
     def begin(self) -> None:
-        """Begin a save: reset the count of attempts, whose number is limited for each save."""
+        """Begin a save, in which a limited number of tensors may be encoded."""
         self._tried = 0
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
@@ -177,11 +177,10 @@ class _Decision:
 
 
 class Deltas:
-    """Decides how large tensors are encoded, and remembers the decisions by name of a tensor.
+    """Decides how large tensors are encoded, and remembers the decision for each tensor name.
 
-    A save and the encoding of an earlier save may use the object at the same time, without a lock.
-    If one overwrites a decision of the other, no harm is done, because a decision is only a guess
-    that later samples correct.
+    A save and the background encoding of an earlier save may use the object at the same time. If a
+    decision is overwritten, no harm is done: it is only a guess that later samples correct.
     """
 
     def __init__(self) -> None:
@@ -199,9 +198,9 @@ class Deltas:
     ) -> Plan | None:
         """Return a plan for encoding the tensor `piece`, or None to store it unencoded.
 
-        `anchor` is the base against which the tensor may be stored, or None, and `anchor_bytes` the
-        stored size of the anchor. With `sharing`, leaves of the tensor may become pieces of their
-        own.
+        `anchor` is a stored tensor, or None. The plan may be to store only the differences from it.
+        `anchor_bytes` is the size that the anchor takes on disk. With `sharing`, leaves of the
+        tensor may be stored as separate pieces.
         """
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
@@ -238,17 +237,16 @@ class Deltas:
         pieces: StoredPieces,
         alike: Anchor | None,
     ) -> tuple[Anchor | None, int]:
-        """Return the anchor for the tensor `piece`, and the anchor's stored size in bytes.
+        """Return the anchor, a stored tensor to encode `piece` against, and its size on disk.
 
         The first of these is returned:
 
-        1. `alike`, an anchor with equal leaves, if most leaves of the tensor are equal to its
-           leaves.
-        2. The anchor of the tensor with the digest `before`, if it has the same size as `piece`.
+        1. `alike`, if it has at least half of the leaves of `piece`, at the same offsets.
+        2. The anchor of the tensor with the digest `before`, if that anchor is as large as `piece`.
         3. `alike`, if it is given.
         4. None, with a size of 0.
 
-        `digest` is the digest of `piece`, which must not become its own anchor.
+        `digest` is the digest of `piece`. A tensor with this digest is not used in case 2.
         """
         found = None if before is None else anchor_of(pieces, before)
         # Somebody else may have saved the same since it was looked up: nothing is against itself.
@@ -272,8 +270,8 @@ class Deltas:
     def ended(self, name: str) -> bool:
         """Return whether the tensor of this name is stored in parts and needs a new anchor.
 
-        A tensor is stored in parts if its changed leaves are separate pieces.
-        If so, the remembered decision for this name is deleted.
+        "In parts" means that its changed leaves are separate pieces. If the result is True, the
+        method deletes the remembered decision for this name.
         """
         made = self._decisions.get(name)
         if made is None or made.left >= 0 or not made.in_parts:

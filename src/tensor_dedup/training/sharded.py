@@ -2,9 +2,8 @@
 
 Each rank commits its part of the step under a separate name. While this name exists, a gc does not
 delete any data of the part. The names of the parts are removed when the step is committed. A
-checkpoint of another run may happen to have the name that a part needs. The notes in the manifest
-show whether a checkpoint is a part, and a checkpoint that is not a part is neither replaced nor
-deleted.
+checkpoint of another run may happen to have the name that a part needs. Such a checkpoint is
+neither replaced nor deleted: the notes in its manifest show that it is not a part.
 """
 
 import re
@@ -45,7 +44,7 @@ PART_ADAPTER: Final = "dcp part"
 
 
 class TakenPartError(NameTakenError):
-    """A step of another run has the name that a rank needs for its part."""
+    """Another checkpoint has the name under which a rank is to store its part of a step."""
 
     advice = "call no run RUN/part-... while StoreWriter saves into RUN"
 
@@ -106,12 +105,13 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
 
 
 def check_free(store: LocalStore, part: str, step: int) -> None:
-    """Check that a rank may save its part of the step `step` under the run name `part`.
+    """Check that the name for a rank's part of a step is not taken by another checkpoint.
 
-    `part` is the result of `part_run`. The name PART@STEP may be free or stand for an earlier part.
+    `part` is the run name from `part_run`. The name PART@STEP may be free, or may be that of a part
+    that was saved before.
 
     Raises:
-        TakenPartError: The name stands for a checkpoint that is not a part.
+        TakenPartError: A checkpoint that is not a part has the name PART@STEP.
     """
     with store.handle.locked():
         try:
@@ -126,9 +126,9 @@ def check_free(store: LocalStore, part: str, step: int) -> None:
 
 
 def forget_parts(store: LocalStore, run: str) -> None:
-    """Delete the names of all parts of a run, for finished and unfinished steps.
+    """Delete the names of all parts that ranks have saved for the steps of a run.
 
-    Checkpoints that are not parts are left alone.
+    This includes the parts of unfinished steps. Checkpoints that are not parts are left alone.
     """
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.handle.locked():

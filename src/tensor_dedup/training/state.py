@@ -85,22 +85,21 @@ LAST_GROUP: Final = "#"
 
 
 class StateChunk(msgspec.Struct, frozen=True, eq=False):
-    """The source of one piece of a step, with hints for the save. Providers return it.
+    """The source of one named value of a step, with hints for the save.
 
-    `source` is a tensor, an array, a NamedValue or bytes. In the state of a `StateProvider`,
-    `source` may be anything that the state may contain, and the hints apply to everything in it.
+    `source` is a tensor, an array, a NamedValue or bytes. In the state that a `StateProvider`
+    returns, `source` may also be an object or a container. The hints then apply to everything in
+    it.
 
-    Instead of `source`, the function `make` may be given, which serialises something and returns a
-    tensor, an array, a NamedValue or bytes. It is called once in each save, when the chunk is
-    processed.
+    Instead of `source`, a function `make` may be given, which returns a tensor, an array, a
+    NamedValue or bytes. Each save calls `make` once.
 
-    The hints do not change the checkpoint, except for the order of its pieces:
-
-    * `group`: the pieces of one group are stored together, in the manifest and in containers. The
-      largest group comes first, and chunks without a group form a group too.
-    * `frozen`: the memory of `source`, or the data that `make` reads, does not change until the
-      save has ended. A background save then does not copy a source in host memory, and calls `make`
-      in the thread of the save. If the save notices a change, it raises a ChangedModelError.
+    * `group`: the values of one group are stored next to each other. The largest group comes first,
+      and values without a group form a group too.
+    * `frozen`: the caller promises that the memory of `source`, or the data that `make` reads, does
+      not change until the save has ended. A background save then does not copy a source in host
+      memory, and calls `make` in the thread of the save. If the save notices a change, it raises a
+      ChangedModelError.
     """
 
     source: Any = None
@@ -111,14 +110,14 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def residence(self) -> "Literal['unmade', 'device', 'host']":
-        """Where the bytes are: "unmade" before `make` was called, "device", or "host" memory."""
+        """Where the bytes are: on a "device", in "host" memory, or "unmade" if `make` is given."""
         if self.make is not None:
             return "unmade"
         return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
 
     @property
     def nbytes(self) -> int | None:
-        """The number of bytes, or None if the chunk has a `make` that is yet to be called."""
+        """The number of bytes of `source`, or None if `make` is given instead."""
         if self.make is not None:
             return None
         held = self.source
@@ -132,13 +131,14 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         return not is_array(self.source) or _lies_in_order(self.source)
 
     def piece(self) -> NamedValue:
-        """Return the piece, which is made from `source` or from the result of `make`.
+        """Return `source`, or the result of `make`, as a NamedValue.
 
-        The piece may share the memory of the source. If the source is not in C order, its bytes are
-        rearranged when they are read.
+        The NamedValue may share the memory of the source. If the source is not in C order, its
+        bytes are rearranged when they are read.
 
         Raises:
-            UnsupportedArrayError: The source cannot be stored, in the cases that `pieces` lists.
+            UnsupportedArrayError: The source cannot be stored, for example because it is a sparse
+                tensor or an array of objects.
         """
         held = self.source  # of an ensemble there are thousands, which are pieces already
         if type(held) is NamedValue and held.name == self.name:
@@ -146,7 +146,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         return _piece(self.name, self.value())
 
     def value(self) -> "Value":
-        """Return `source` or the result of `make`; if this is bytes, return it as a NamedValue."""
+        """Return `source`, or the result of `make`. Bytes are returned as a NamedValue."""
         held: Any = self.source if self.make is None else self.make()
         if isinstance(held, _BYTES):
             view = memoryview(held)
@@ -158,7 +158,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
-    """Return `items` in the order that they have in a checkpoint, in which groups are together.
+    """Return `items` sorted by group, in the order in which a checkpoint stores them.
 
     `groups` has the group of each item. The largest group comes first. Among equally large groups,
     the default group "" comes first, and then the group that begins earlier. The group LAST_GROUP
@@ -175,7 +175,7 @@ def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
 
 
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
-    """Return the values in `tensors` as pieces, in the same order, each named by its key.
+    """Return the values in `tensors` as NamedValues, in the same order, each named by its key.
 
     Arrays and CPU tensors that are little-endian and in C order are not copied. All other values
     are copied, such as tensors on a device and conjugate views. Safe from any thread as long as the
@@ -307,9 +307,9 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
 class GatheredTensor(Gathered):
     """The bytes of a tensor in C order, which are produced when they are read.
 
-    The tensor may be on any device, and may be a conjugate or negative view. A read copies the
-    bytes from the device after all work that was submitted before, and returns when the copy is
-    complete.
+    The tensor may be on any device, and may be a conjugate or negative view. A read of a CUDA
+    tensor runs in the stream that was current when this object was created, and returns when the
+    bytes are copied.
     """
 
     __slots__ = ("_stream", "_tensor")

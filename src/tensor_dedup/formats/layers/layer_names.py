@@ -63,8 +63,8 @@ def meant(layers: Names, spec: str) -> dict[str, set[str]]:
 
     `layers` maps all layers of the model to the names of their tensors. `spec` is a comma-separated
     list of layer numbers and ranges (`0-7,12`, `encoder.layers.0-3`) and of name patterns
-    (`*embed*`, `*.mlp.*`). A pattern that matches a layer's name selects the whole layer. In other
-    layers it selects the tensors whose names it matches. An empty `spec` selects nothing.
+    (`*embed*`, `*.mlp.*`). If a pattern matches a layer's name, the whole layer is selected. In all
+    other layers, the tensors whose names match are selected. An empty `spec` selects nothing.
 
     Raises:
         ConfigError: A pattern matches nothing, a numbered layer does not exist, or a number is

@@ -94,8 +94,9 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order, paired with those of its base.
 
-    `tune` and `base` are the tensors of the two models. `quantised_otherwise` is what
-    `quantisation.difference` returns for the two models.
+    `tune` and `base` are the tensors of the two models. `quantised_otherwise`, from
+    `quantisation.difference`, says how their quantisation settings differ; "" if they are equal or
+    not known.
 
     Tensors with equal names are counterparts. So are tensors whose names differ only in a wrapper
     module (`module.`, `bert.`) that the other model lacks or names otherwise. No tensor of the base
@@ -225,8 +226,8 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
     Raises:
         ConfigError: A part of `spec` matches nothing, or is ambiguous.
-        UnsupportedError: A selected layer cannot be taken from the base, or only some of the
-            tensors that are quantised together are selected; the message says why.
+        UnsupportedError: The base's tensors cannot replace those of a selected layer, or only a
+            part of a quantised weight is selected, such as its codes without its scales.
     """
     names = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
     wanted = meant(names, spec)
@@ -243,13 +244,13 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
 
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
-    """Check that `taken` splits no group of tensors that are quantised together.
+    """Check that each quantised weight is in `taken` with all its scales, or not at all.
 
-    A weight and its scales are such a group, for example. `layers` are all layers of the fine-tune,
-    and `taken` are the layers, or parts of layers, that the base's tensors replace.
+    `layers` are all layers of the fine-tune. `taken` are the layers, or parts of layers, that the
+    base's tensors replace.
 
     Raises:
-        UnsupportedError: `taken` has only some tensors of a group; the message names the tensors.
+        UnsupportedError: `taken` has only some of the tensors that are quantised together.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}
     for group in groups(tensor for layer in layers.values() for tensor, _ in layer.found):

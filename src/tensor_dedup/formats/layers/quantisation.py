@@ -99,7 +99,8 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
 def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
     """Return the quantisation settings in configuration files that were already read.
 
-    `texts` maps those of `FILES` that exist to their contents. The result is that of `settings_in`.
+    `texts` maps the names of the files, which are among `FILES`, to their contents. The result is
+    {} if the weights are not quantised, and None if there is no configuration or it is malformed.
     """
     try:
         read = {name: json.loads(text) for name, text in texts.items()}

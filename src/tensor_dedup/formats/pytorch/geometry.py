@@ -25,11 +25,12 @@ _LIMIT = 1 << 63
 class PickledTensor:
     """A tensor as the pickle describes it, and the place of its elements in the file.
 
-    The first element is at offset `start`, and all elements take `nbytes` bytes. If `plain` is
-    True, they lie in order, without gaps and unconverted. If `conjugated` or `negated` is True, the
-    stored elements have to be conjugated or negated when they are read. `held_by` is the name of
-    the listed tensor whose byte range contains the elements. `stride` is in the same elements as
-    `torch_shape`.
+    * The first element is at offset `start`, and all elements take `nbytes` bytes.
+    * `plain` is True if the elements lie in order, without gaps, and need no conversion.
+    * `conjugated` and `negated` say that the stored elements have to be conjugated or negated when
+      they are read.
+    * `held_by` is the name of the TensorSpec whose byte range contains the elements.
+    * `stride` counts elements as torch does, so two F4 numbers count as one.
     """
 
     name: str
@@ -68,11 +69,12 @@ def place(
     """Find the bytes of each tensor in the file.
 
     Returns the byte ranges that hold tensors, ordered by offset, and all tensors of the pickle.
-    `tensors` are the named views in the pickle. `entries` are the entries of the archive, and
-    `root` is the folder of the archive that they lie in. `path` is used in error messages only.
+    `tensors` are the named views in the pickle. `entries` are the entries of the archive, which lie
+    in its folder `root`. `path` is used in error messages only.
 
     Raises:
-        PytorchError: A tensor exceeds its storage, or a storage has no entry of its size.
+        PytorchError: A tensor is too large or exceeds its storage, or a storage has no entry of its
+            size.
     """
     members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:

@@ -120,13 +120,13 @@ def find(module: str, name: str) -> object | None:
 def evaluate(blob: bytes, path: str, budget: Budget | None = None) -> object:
     """Return the value that the pickle `blob` describes, without running code from it.
 
-    The memory that the evaluation takes is charged to `budget`, by default a new budget for the
-    pickle's size. A pickle of more than MAX_INSTRUCTIONS is refused. `path` is used in error
-    messages only.
+    The memory that the evaluation takes is charged to `budget`, by default a new budget in
+    proportion to the pickle's size. `path` is used in error messages only. PytorchError is the only
+    error that a malformed pickle can cause.
 
     Raises:
-        PytorchError: The pickle is malformed, exceeds a limit, or names a forbidden global. No
-            other error is raised.
+        PytorchError: The pickle is malformed, names a forbidden global, exceeds the budget, or has
+            more than MAX_INSTRUCTIONS.
     """
     budget = budget or Budget(len(blob), path)
     machine = _Machine(path, budget)
@@ -480,7 +480,7 @@ Arguments = tuple[Any, ...]
 
 
 class Misuse(Exception):
-    """A call has arguments that torch.save never writes. It is reported as a FORBIDDEN_CALL."""
+    """A pickle calls a function with arguments that torch.save never writes."""
 
 
 def call(name: str, arguments: Arguments) -> object:
@@ -612,9 +612,11 @@ _DICT_ATTRIBUTES = frozenset(dir(OrderedDict))
 def wrong_attribute(state: object, taken: frozenset[str]) -> str | None:
     """Return what is wrong with attributes that a pickle sets on a dict or tensor.
 
-    The result is None if nothing is wrong. `state` holds the attributes. It must be None or a plain
-    dict with strings as keys. Names in `taken` are refused because they have a meaning to the dict
-    or tensor, and so are names that begin with two underscores.
+    The result is None if nothing is wrong. `state` holds the attributes: it must be None or a plain
+    dict with strings as keys. These names of attributes are wrong:
+
+    * names in `taken`, which already have a meaning in the dict or tensor;
+    * names that begin with two underscores.
     """
     if state is None:
         return None

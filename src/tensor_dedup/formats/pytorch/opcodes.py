@@ -24,9 +24,15 @@ _Reader = Callable[[bytes, int, str], object]
 def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
     """Yield the name, argument and offset of each instruction, up to and including STOP.
 
-    An argument is a str for text, bytes for bytes and Python 2 strings, (module, name) for a
-    global, None for an instruction without one, and otherwise an int or float. `path` is used in
-    error messages only.
+    The argument depends on the instruction:
+
+    * text: a str;
+    * bytes and Python 2 strings: bytes;
+    * a global: a tuple (module, name);
+    * a number, a length or an index: an int or float;
+    * an instruction without an argument: None.
+
+    `path` is used in error messages only.
 
     Raises:
         PytorchError: The pickle is malformed, or has instructions that torch.save does not write.

@@ -29,11 +29,13 @@ _TAR_AT, _TAR = 257, b"ustar"
 class PytorchHeader:
     """The checked content of a file of torch.save, without the tensor data.
 
-    `tensors` are byte ranges that do not overlap, ordered by offset. `members` are the tensors
-    under all their names; each lies in one of the byte ranges. `header_bytes` is the size of all
-    bytes that belong to no tensor. `flat` says that the pickled value is one dict from strings to
-    tensors, as model loaders expect. The parts of a sparse tensor are listed as tensors, and
-    `sparse` maps the name of each part to the name of the sparse tensor.
+    * `tensors` are byte ranges that do not overlap, ordered by offset.
+    * `members` are the tensors under all their names. Each lies in one of the byte ranges.
+    * `header_bytes` counts the bytes that belong to no tensor.
+    * `flat` is True if the pickled value is one dict from strings to tensors, as model loaders
+      expect.
+    * `sparse` maps the names of a sparse tensor's parts, which are listed as tensors, to the name
+      of the sparse tensor.
     """
 
     path: str
@@ -48,8 +50,8 @@ class PytorchHeader:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
     """Read and check all of a file except its tensor data. Runs no pickled code, needs no torch.
 
-    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
-    `path` is used in error messages only.
+    If the open descriptor `fd` is given, the file is read through it, and `path` is used in error
+    messages only. The position of `fd` does not change.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
@@ -63,10 +65,11 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Pytor
 
 
 def parse_file(file: ReadableFile) -> PytorchHeader:
-    """Read and check a file as `read_header` does, from any ReadableFile.
+    """Read and check all of a file of torch.save except its tensor data. Runs no pickled code.
 
     Raises:
-        PytorchError: The file is malformed or not supported, as for `read_header`.
+        PytorchError: The file is malformed, was written by PyTorch before 1.6, or holds more than
+            tensors and plain values.
         ChangedFileError: The file became shorter while it was read.
     """
     _check_kind(file)

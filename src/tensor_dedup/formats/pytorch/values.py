@@ -39,10 +39,10 @@ class Inert:
 
 @dataclass(slots=True, eq=False)
 class PlainDict:
-    """A pickled dict as a list of insertions, so that keys with colliding hashes cost no time.
+    """A pickled dict as a list of insertions: `items` is key, value, key, value and so on.
 
-    `items` alternates keys and values, because a pair for each would take three times the memory.
-    `ordered` says that the pickle makes an OrderedDict.
+    No key is hashed, so keys with colliding hashes cost no time. `ordered` says that the pickle
+    makes an OrderedDict.
     """
 
     items: list[object] = field(default_factory=list)

@@ -60,9 +60,12 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 class TreeHash:
     """The hash tree over the data of an artifact, from which its data multihash is computed.
 
-    Pass the data to `update`, in order and from one thread, or pass its leaves to `leaf`, in any
-    order and from any thread. If both are used, `update` gets the beginning of the data, and `leaf`
-    the leaves after it.
+    The data can be passed in two ways:
+
+    * to `update`, in order and from one thread;
+    * to `leaf`, as whole leaves in any order and from any thread.
+
+    If both are used, `update` gets the first leaves and `leaf` all others.
     """
 
     def __init__(self) -> None:
@@ -172,8 +175,8 @@ def _leaf_bytes(parameters: object, path: str) -> int:
 class ArtifactVerification:
     """The checked content of a verification file.
 
-    `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` and
-    `key_values` are 64-bit words of the data.
+    `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` are 64-bit
+    words at even distances in the data; `key_values` are those at its beginning, middle and end.
     """
 
     byte_space_id: str

@@ -47,8 +47,8 @@ class DataFileHeader:
 def data_files(names: Iterable[str]) -> WeightFiles:
     """Return the data files among `names`, the file names of a folder.
 
-    There are none unless the folder has an index, too. `missing` is the first file that is missing
-    from the sequence of numbers.
+    If the folder has no `tensor_index.json`, the result is empty. If there are gaps in the numbers
+    of the files, the result's `missing` is the first missing file.
     """
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
@@ -62,11 +62,13 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
     """Return the tensors of the data file `path`, as the `tensor_index.json` beside it lists them.
 
-    With `fd`, an open descriptor of the data file, the size of the data file is read from it.
+    If `fd`, an open descriptor of the data file, is given, the file is not opened again.
 
     Raises:
         CheckpointNotFoundError: The data file, the index or an earlier data file is missing.
-        FormatError: The index is malformed, or does not fit the data files.
+        FormatError: The index is malformed or does not fit the data files, or `path` is not named
+            `tensor.data_N`.
+        ChangedFileError: The index became shorter while it was read.
     """
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)

@@ -68,8 +68,8 @@ class StorageGraph:
     def index_entries(self) -> list[IndexEntry]:
         """Return the index entries of all tensors.
 
-        An empty storage can have the same offset as the storage after it. In the index, both then
-        have the size of the latter.
+        An empty storage can have the same offset as a storage with bytes. In the index, the empty
+        storage then has the size of the other one.
         """
         offsets = self.offsets()
         sizes: dict[int, int] = {}
@@ -91,12 +91,13 @@ class StorageGraph:
         ]
 
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
-        """Return the normal form of the graph, and a dict from old to new storage ids.
+        """Return the graph with its storages renamed s0, s1, ... by offset, and the new ids.
 
-        The normal form has the same tensors, and its storages are numbered by offset: s0, s1, ...
-        If a storage with bytes has the same offset as an empty one, the two are merged, because the
-        index does not distinguish them. The dict has only the remaining storages. Every storage
-        with bytes must have a tensor.
+        If an empty storage has the same offset as a storage with bytes, the empty one is removed,
+        because the index does not distinguish the two. Its tensors become views of the other.
+
+        The second result maps old ids to new ids, without the ids of removed storages. Every
+        storage with bytes must have a tensor.
         """
         offsets = self.offsets()
         real = {offsets[e.storage_id]: e.storage_id for e in self.storage_entries if e.nbytes}
@@ -163,7 +164,7 @@ def graph_of(index: TensorIndex) -> StorageGraph:
 
 
 def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> StorageGraph:
-    """Return the storage graph in a descriptor, after the same checks as for an index.
+    """Parse and check the storage graph in a descriptor.
 
     `storage_entries` and `tensor_aliases` are the lists of these names in the descriptor. `path` is
     used in error messages only.

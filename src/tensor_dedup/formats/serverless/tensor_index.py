@@ -100,7 +100,8 @@ class IndexEntry:
 class StorageExtent:
     """The byte range of a storage in the data.
 
-    If the tensors of the storage give different sizes, the largest counts.
+    Each tensor's entry in the index states the size of its storage. If the entries of a storage
+    state different sizes, `nbytes` is the largest of them.
     """
 
     offset: int

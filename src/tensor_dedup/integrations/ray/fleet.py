@@ -146,9 +146,10 @@ class Fleet:
         return found
 
     def shutdown(self) -> None:
-        """Stop the fleet's engines, its HTTP front, its keeper, and the managers that it started.
+        """Stop the engines, the HTTP front and the keeper of the fleet, and its memory managers.
 
-        Memory managers stay on nodes that another fleet uses too.
+        A memory manager keeps running if engines of another fleet run on its node, or if no fleet
+        has started it.
         """
         ray = import_ray()
         self._ask("shutdown")

@@ -34,8 +34,8 @@ class Front:
     ) -> None:
         """Serve the fleet `fleet`.
 
-        If the encoded specification `wanted` is given, it is first passed to the keeper
-        (`Keeper.declare`).
+        If `wanted`, an encoded `FleetSpecification`, is given and new, it first becomes the
+        specification of the fleet.
         """
         self._fleet = fleet
         self._running: dict[str, list[str]] = {}

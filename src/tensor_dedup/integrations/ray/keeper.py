@@ -121,7 +121,7 @@ class Keeper:
         threading.Thread(target=self._watch, name="fleet watch", daemon=True).start()
 
     def want(self, wanted: bytes, rebalance: bool = False) -> None:
-        """Check that a fleet can be placed, and store its specification `wanted`.
+        """Check that the nodes have room for the fleet `wanted`, and store `wanted`.
 
         `wanted` is an encoded `FleetSpecification`. The keeper starts and stops engines later.
 
@@ -140,9 +140,13 @@ class Keeper:
     def declare(self, wanted: bytes) -> None:
         """Store `wanted`, the specification from a Serve configuration file, if it is new.
 
-        Serve may start the application again with the same file after models were added to the
-        fleet. A specification that equals the one declared last is therefore ignored. The errors
-        are those of `want`.
+        A specification that equals the last declared one is ignored, because Serve may start the
+        application again with the same file after models were added to the fleet.
+
+        Raises:
+            DoesNotFitError: The models do not fit on the nodes.
+            UnknownRemoteNameError: The remote does not have one of the checkpoints.
+            RemoteError: The remote cannot be read.
         """
         with self._wanting:
             if recall(self._declared) != wanted:
@@ -167,10 +171,11 @@ class Keeper:
     def add(self, name: str, model: ModelSpecification) -> None:
         """Add a model to the fleet, or replace its specification, and apply the change.
 
-        The errors are those of `want` and `apply`.
-
         Raises:
-            FleetError: No fleet was applied yet.
+            FleetError: No fleet was applied yet, or engines do not start.
+            DoesNotFitError: The models do not fit on the nodes.
+            UnknownRemoteNameError: The remote does not have one of the checkpoints.
+            RemoteError: The remote cannot be read.
         """
         with self._wanting:
             specification = self._specification()
@@ -427,13 +432,13 @@ def what_fits(
     current: dict[str, list[str]],
     error: DoesNotFitError,
 ) -> FleetPlan:
-    """Return a plan for `models` without the new replicas of models that do not fit.
+    """Return a plan for `models` in which models that do not fit get no new replicas.
 
-    `error`, the error of the plan for all `models`, names the models that do not fit. They keep
-    only the replicas that `current` lists on these `nodes`.
+    `error` was raised by `planned` and names the models that do not fit. These models keep the
+    replicas that `current` lists on `nodes`.
 
     Raises:
-        DoesNotFitError: The rest does not fit on the nodes either.
+        DoesNotFitError: Without the new replicas, the models do not fit on the nodes either.
     """
     names = {each.name for each in nodes}
     while True:

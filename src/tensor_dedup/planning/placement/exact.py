@@ -18,9 +18,9 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The result of a search: the best placement found in the given time, or None.
+    """The result of a search: `placement` is the best one found in the given time, or None.
 
-    Every placement takes at least `bound` bytes. `is_proven` says that no placement takes less than
+    No placement takes less than `bound` bytes. `is_proven` is True if no placement takes less than
     the one found.
     """
 

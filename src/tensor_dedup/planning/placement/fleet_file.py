@@ -30,8 +30,8 @@ _FIELDS: Final = ("path", *_DEFAULTS)
 class Wanted:
     """A model in the file: its name, where its weights are, and what it needs. Sizes are in bytes.
 
-    `room` is the memory of an engine beside the weights. `host` is the memory of an engine on the
-    machine, if the weights are on a device.
+    Besides the weights, each engine takes `room`. If the weights are on a device, the engine also
+    takes `host` of the machine's memory.
     """
 
     name: str

@@ -1,9 +1,12 @@
 """Heuristics that place models on nodes where they add the fewest bytes.
 
-Families of models that have much in common are placed one by one, the largest first. A family goes
-where it adds least, of the nodes that have room for all of it; of equal ones, to the fullest. If no
-node has room, the largest model goes where it adds least, with as much of the family as fits there,
-and the rest is placed in the same way.
+A family is a group of models that have much in common. Families are placed one by one, the largest
+first:
+
+1. The family goes to the node where it adds the fewest bytes, of the nodes that have room for all
+   of it. Of equal ones, it goes to the fullest.
+2. If no node has that room, the largest model of the family goes where it adds the fewest bytes,
+   with as many of the other models as fit there. The remaining models are placed in the same way.
 
 Then replicas and groups of a family are moved or swapped as long as that saves bytes. A second
 placement is made by best-fit on size and improved in the same way. The better of the two is
@@ -38,10 +41,9 @@ _EVICTIONS: Final = 64  # nodes on which room is looked for in this way
 
 
 def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
-    """Return a placement of all replicas, or of as many as the heuristics find room for.
+    """Choose nodes for all replicas, or for as many as the heuristics find room for.
 
-    The replicas in `start`, if given, stay where they are. The same arguments give the same
-    placement.
+    Replicas in `start`, if given, stay where they are. The same arguments give the same placement.
     """
     families = kin(problem)
     if start is not None:
@@ -88,8 +90,8 @@ def first_fit(problem: PackingProblem) -> Placement:
 def kin(problem: PackingProblem) -> list[list[int]]:
     """Group the models into families, as sorted lists of model numbers.
 
-    Each model joins the model with which it has most in common, if the common part is a large part
-    of either model (single-linkage clustering). A model without relatives is a family of its own.
+    Each model joins the model that has most in common with it, if the common part is at least 5% of
+    the smaller one. A model without such relatives is a family of its own.
     """
     holders: defaultdict[int, list[int]] = defaultdict(list)
     for model, parts in enumerate(problem.parts):
@@ -158,8 +160,8 @@ def _recreated(best: Placement, families: Sequence[Sequence[int]]) -> Placement:
 def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
     """Move and swap replicas, and groups of a family, as long as that saves bytes.
 
-    Missing replicas are placed if moving another one makes room for them. `families` are the
-    families of models that `kin` returns.
+    A replica that has no node yet is placed if there is room for it, or if moving another replica
+    makes room. `families` is the result of `kin`.
     """
     relatives = {model: family for family in families for model in family}
     for _ in range(_ROUNDS):

@@ -12,8 +12,9 @@ from tensor_dedup.planning.placement.problem import Bytes, PackingProblem
 class Placement:
     """A placement: which models have a replica on which nodes, and the bytes used there.
 
-    For one thread. Models and nodes are given by their positions in the problem. A node has at most
-    one replica of a model. Arrays of bytes have one entry for each node.
+    A node is a machine or a device with memory. Models and nodes are given by their positions in
+    the problem. A node has at most one replica of a model. Arrays of bytes have one entry for each
+    node. For one thread.
     """
 
     def __init__(self, problem: PackingProblem) -> None:
@@ -57,9 +58,9 @@ class Placement:
         return [int(node) for node in np.flatnonzero(self._on[model])]
 
     def missing(self) -> Counter[int]:
-        """Return the number of missing replicas of each model, those that are not placed yet.
+        """Return how many replicas of each model are not placed yet.
 
-        Models without missing replicas are left out.
+        Models whose replicas are all placed are left out.
         """
         held = self._on.sum(axis=1)
         wanted = enumerate(self.problem.models)
@@ -96,8 +97,8 @@ class Placement:
     def admits(self, model: int, marginal: Bytes) -> NDArray[np.bool_]:
         """Return, for each node, whether a replica of the model may be added there.
 
-        The node must have room for the replica and must not hold the model yet. `marginal` is what
-        `marginal(model)` returned.
+        The node must have room for the replica and must not hold the model yet. `marginal` is the
+        result of the method `marginal` for the model.
         """
         problem = self.problem
         host = problem.host[model] <= self.free_host()
@@ -142,9 +143,9 @@ class Placement:
         return bool(self.marginal_on(model, node) <= problem.capacity[node] - self.used[node])
 
     def together(self, models: Sequence[int]) -> tuple[Bytes, NDArray[np.bool_]]:
-        """Return, for each node, the bytes that these models would add, and whether all fit.
+        """Return, for each node, the bytes that these models would add, and whether they all fit.
 
-        A node that holds one of them already counts as having no room.
+        If a node already holds one of the models, they do not fit there.
         """
         problem = self.problem
         parts = np.unique(np.concatenate([problem.parts[model] for model in models]))

@@ -27,10 +27,11 @@ class DoesNotFitError(TensorDedupError):
 class Assignment:
     """A replica on a node, and why it is there. Sizes are in bytes.
 
-    `shared_bytes` is the part of its weights that replicas listed before it have put on the node
-    already, and `adds_bytes` is the rest. `shares_with` is the model with which it shares most, or
-    None. The replica's engine takes `room_bytes` beside the weights, and `host_bytes` of the
-    machine's memory.
+    * `shared_bytes` is the part of its weights that earlier replicas in the node's list have, too.
+      `adds_bytes` is the other part.
+    * `shares_with` is the model of the earlier replica that has most in common with it, or None.
+    * `room_bytes` is what its engine takes beside the weights, and `host_bytes` what the engine
+      takes of the machine's memory.
     """
 
     model: str
@@ -56,8 +57,8 @@ class PlannedNode:
 class Move:
     """A replica that the plan moves, starts or stops.
 
-    `source` is None if the replica is started, and `target` is None if it is stopped. `loads_bytes`
-    is the size of the tensors that the target does not have yet.
+    If the plan starts the replica, `source` is None; if it stops the replica, `target` is None.
+    `loads_bytes` is the size of the tensors that the target node does not have yet.
     """
 
     model: str
@@ -70,10 +71,11 @@ class Move:
 class FleetPlan:
     """A plan: which models go to which nodes. Sizes are in bytes.
 
-    `used_bytes` counts each tensor once on each node, and the engines' room. `alone_bytes` is what
-    the same replicas take without sharing. `moves` lists the changes from the current placement,
-    and `saved_bytes` is what rebalancing saves compared with moving nothing. `least_bytes` is a
-    lower bound for every plan, or None if no solver was used.
+    * `used_bytes` is what all nodes hold: the engines' room, and each tensor once on each node.
+    * `alone_bytes` is what the same replicas would take without sharing.
+    * `moves` lists the changes from the current placement.
+    * `saved_bytes` is what rebalancing saves compared with moving nothing.
+    * `least_bytes` is a lower bound for every plan, or None if no solver was used.
     """
 
     nodes: Sequence[PlannedNode]
@@ -108,10 +110,11 @@ def plan(
 ) -> FleetPlan:
     """Choose a node for each replica so that all nodes together hold the fewest bytes.
 
-    `current` maps the name of each model that runs already to the names of its nodes. These
-    replicas stay there unless `rebalance` is True. If `exact_s` is given, a solver searches for at
-    most `exact_s` seconds for a better plan and a lower bound; with `current`, `exact_s` is
-    ignored. Without the solver, the same arguments give the same plan.
+    `current` maps the name of each model that runs already to the names of its nodes. With
+    `rebalance`, these replicas may be moved; otherwise they stay.
+
+    If `exact_s` is given without `current`, a solver searches for a better plan and a lower bound,
+    for at most `exact_s` seconds. Without the solver, the same arguments give the same plan.
 
     Raises:
         DoesNotFitError: There is no room for a replica.

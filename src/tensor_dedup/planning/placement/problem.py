@@ -20,8 +20,8 @@ class Model:
     """A model to place. Sizes are in bytes.
 
     `tensors` maps the digest of each tensor to its size. Each engine takes `room` beside the
-    weights, for the KV cache and activations. If `room` is on a device, the engine also takes
-    `host` of the machine's memory. Each of the `replicas` goes to another node.
+    weights, for the KV cache and activations. If the weights are on a device, the engine also takes
+    `host` of the machine's memory. Each of the `replicas` goes to a different node.
     """
 
     name: str
@@ -51,10 +51,12 @@ class Node:
 class PackingProblem:
     """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
-    Sizes are in bytes. A part consists of all tensors that exactly the same two or more models
-    have. `sizes[p]` is the size of part p, and `parts[m]` has the numbers of the parts in model m.
-    `own[m]` is what each replica of model m adds wherever it is: its room, and the tensors that no
-    other model has. `needs[m]` is what a replica of model m takes on an empty node.
+    All tensors that exactly the same two or more models have form a part. Sizes are in bytes:
+
+    * `sizes[p]` is the size of part p, and `parts[m]` lists the parts in model m.
+    * `own[m]` is what each replica of model m adds on any node: the engine's room, and the tensors
+      that no other model has.
+    * `needs[m]` is what a replica of model m takes on an empty node.
     """
 
     def __init__(self, models: Sequence[Model], nodes: Sequence[Node]) -> None:
@@ -83,10 +85,10 @@ class PackingProblem:
         self.host_capacity: Bytes = np.array(hosts, np.int64)
 
     def least(self) -> int:
-        """Return a lower bound for the bytes that a placement of all replicas takes on all nodes.
+        """Return a lower bound for the bytes that all replicas take on all nodes together.
 
-        It assumes that tensors that several models share are on as few nodes as the numbers of
-        replicas allow.
+        A tensor of several models counts n times, where n is the largest number of replicas that
+        one of these models has.
         """
         replicas = np.array([model.replicas for model in self.models], np.int64)
         most = np.zeros(len(self.sizes), np.int64)

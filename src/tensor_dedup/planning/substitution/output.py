@@ -36,10 +36,12 @@ def write_files(
 ) -> list[str]:
     """Write a checkpoint's files below `target`, with the tensors in `taken` replaced.
 
-    `taken` maps the full name of a tensor to a function that yields its new bytes. `metadata` takes
-    the names of the tensors replaced in a file, and returns entries to add to the metadata of the
-    file. Files without weights are copied. Weights in other formats, and their indexes, are left
-    out. Returns the paths of the files that were left out.
+    * `taken` maps the full name of a tensor to a function that yields its new bytes.
+    * `metadata` is called for each file with replaced tensors. It takes the names of these tensors,
+      and returns entries to add to the file's metadata.
+
+    Files without weights are copied, except for hidden ones. Weights in other formats, and their
+    indexes, are left out; the paths of these files are returned.
 
     Raises:
         UnsupportedError: A weight file of the checkpoint is not a safetensors file.

@@ -25,12 +25,12 @@ from tensor_dedup.suggestions import install_hint
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How far outputs move away from the fine-tune's, over all tokens of all samples.
+    """How much a model's outputs differ from the fine-tune's, over all tokens of all samples.
 
-    `distance` is |new - old| / |old| of the logits, or of the last hidden states if the model has
-    no logits. It is None if the distance is infinite, or if an output is NaN. `agreement` is the
-    fraction of positions with the same largest logit, or None without logits. Positions with NaN do
-    not agree.
+    * `distance` is |new - old| / |old| of the logits, or of the last hidden states if the model has
+      no logits. The value is None if the distance is infinite, or if an output is NaN.
+    * `agreement` is the fraction of positions with the same largest logit, or None without logits.
+      Positions with NaN do not agree.
     """
 
     samples: int

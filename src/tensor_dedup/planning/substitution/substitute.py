@@ -42,9 +42,10 @@ _Layer = Layer[AnalyzedTensor]
 class SubstitutedLayer:
     """A layer, or some of its tensors, whose bytes are taken from the base.
 
-    `distance` is |tune - base| / |base| over these tensors, or None if it is infinite or the values
-    are packed. `output_distance` is the relative change of the outputs on samples if only this
-    layer is replaced. It is None without samples, or if it is infinite.
+    * `distance` is |tune - base| / |base| over these tensors. It is None if it is infinite, or if
+      the values are packed.
+    * `output_distance` is the relative change of the outputs on samples if only this layer is
+      replaced. It is None if it is infinite or NaN, or if there are no samples.
     """
 
     name: str
@@ -58,10 +59,11 @@ class SubstitutedLayer:
 class Substitution:
     """The result of a substitution: `output` is `tune` with `layers` taken from `base`.
 
-    `adds_bytes` is the size of the output's distinct tensors that the base does not have.
-    `tune_adds_bytes` is the same size for the fine-tune. `left_out` are files of the fine-tune that
-    were not copied because they hold weights in other formats. `outputs` says how much the outputs
-    on samples change, or is None without samples.
+    * `adds_bytes` is the size of the distinct tensors of `output` that `base` does not have;
+      `tune_adds_bytes` is the same for `tune`.
+    * `left_out` are files of `tune` that were not copied, because they hold weights in other
+      formats.
+    * `outputs` says how much the outputs on samples change. It is None without samples.
     """
 
     base: str

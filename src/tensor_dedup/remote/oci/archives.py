@@ -70,7 +70,7 @@ class ChunkStream:
     def drain(self) -> None:
         """Read and discard all remaining chunks.
 
-        The iterator then reaches its end, where it compares the digest of all bytes.
+        At its end, the iterator verifies the digest of all bytes.
         """
         while self.read(1 << 20):
             pass
@@ -116,8 +116,9 @@ def unpack(
     the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in messages.
 
     Raises:
-        UnsupportedError: A member is neither a file nor a link to one, is sparse, or has a name or
-            link target of more than 4096 characters; or there are more than 10,000 links.
+        UnsupportedError: The archive has a sparse file, a member other than a file, a folder or a
+            link to a file, a name or link target of more than 4096 characters, or more than 10,000
+            links.
         EscapingPathError: A file's name leads out of the folder.
         DamagedRemoteError: The bytes are not an archive, or the archive is incomplete.
     """

@@ -148,9 +148,9 @@ def push(
     """Push the open `checkpoint` under the tag in `url`.
 
     `objects` are the encoded pages and manifest of the checkpoint. A layer is not sent if the
-    repository has it, or if the registry can mount it from another repository to which this user
-    has pushed it before. If the tag already stands for this checkpoint, and the registry has its
-    tables, the layers are neither checked nor sent unless `replace` is True.
+    repository has it, or if the registry can copy it from another repository to which this user has
+    pushed it. If the tag stands for this checkpoint already, no layer is checked or sent, except
+    with `replace` or if the registry has lost the checkpoint's tables.
 
     Raises:
         RemoteUrlError: The URL has a digest in place of a tag.
@@ -393,13 +393,13 @@ class NoTablesError(RemoteUnreachableError):
 class ArtifactBucket(Bucket):
     """An artifact with tables, presented as a read-only remote with one checkpoint.
 
-    The checkpoint is called `name`, and `manifest` is the name of its manifest. `layers` has the
-    digest and the size of each layer. The tables are read at the first request for anything but
-    the reference or the marker.
+    Tables say where each tensor lies in the layers; they are read when they are first needed. The
+    checkpoint is called `name`, and `manifest` is the name of its manifest. `layers` has the digest
+    and the size of each layer.
 
     Raises:
-        NoTablesError: From any method, if the tables cannot be read, or do not fit the manifest
-            and the layers.
+        NoTablesError: From any method, if the tables cannot be read, or do not fit the manifest and
+            the layers.
     """
 
     def __init__(
@@ -524,9 +524,8 @@ class Artifact:
     def as_bucket(self, name: str) -> ArtifactBucket | None:
         """Return a bucket that presents the artifact as a remote with the checkpoint `name`.
 
-        Returns None if the artifact's manifest does not name tables. The manifest names the tables
-        by their digest, so the tables are as trustworthy as the manifest. This method does not read
-        the tables.
+        Returns None if the artifact's manifest does not name tables, which say where each tensor
+        lies in the layers. This method does not read the tables.
         """
         notes = self._document.annotations or {}
         named, manifest = _tables_of(notes), notes.get(OUR_MANIFEST, "")
@@ -544,10 +543,10 @@ class Artifact:
         return ArtifactBucket(self.registry, name, manifest, tables, layers)
 
     def unchanged(self, held: StoredCheckpoint, name: str) -> TransferResult | None:
-        """Return the result of the pull if the local checkpoint `held` equals the artifact.
+        """Compare the local checkpoint `held` with the artifact; return a result if they are equal.
 
-        Returns None if the content has to be downloaded for the comparison, because layers are
-        archives, or because the artifact has files that the checkpoint lacks.
+        Returns None if the comparison needs a download, because a layer is an archive or the
+        artifact has files that the checkpoint lacks.
 
         Raises:
             RemoteNameTakenError: The local checkpoint, called `name`, differs from the artifact.
@@ -582,8 +581,9 @@ class Artifact:
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files in all layers into `folder`, and verify the digest of each layer.
 
-        Returns the size of all layers in bytes. If an earlier attempt has written a part of a
-        layer that is a single file, only the rest is downloaded.
+        Returns the size of all layers in bytes. If an earlier attempt has left a part of a layer
+        that is a single file in `folder`, only the rest is downloaded. All other files in `folder`
+        are deleted first.
 
         Raises:
             UnsupportedError: A layer has an unknown type or no file name, or there are no layers.
@@ -672,9 +672,10 @@ def _taken(url: str, name: str) -> RemoteNameTakenError:
 
 @contextmanager
 def advising_pull(url: str, name: str) -> Iterator[None]:
-    """Context manager: while it is active, a NameTakenError of an import is converted.
+    """Context manager that turns a NameTakenError of an import into a RemoteNameTakenError.
 
-    It becomes a RemoteNameTakenError about the pull of the checkpoint `name` from `url`.
+    The new error is about the pull of the checkpoint `name` from `url`. A subclass of
+    NameTakenError is not converted.
     """
     try:
         yield
@@ -686,11 +687,11 @@ def advising_pull(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
-    """Context manager: while it is active, a folder in `tmp` holds the layers of an artifact.
+    """Context manager that yields the path of a folder in `tmp` for the layers of an artifact.
 
-    The context manager yields the path of the folder and removes the folder at the end. If the
-    registry becomes unreachable or refuses access, or the user interrupts, the folder stays for
-    the next pull of the same artifact, until a gc of the store removes it.
+    The folder is removed at the end, except if the registry becomes unreachable or refuses access,
+    or the user interrupts. It then stays, so that the next pull of the same artifact can continue,
+    until a gc of the store removes it.
     """
     folder, keep = tmp / f"layers-{artifact.digest.rpartition(':')[2]}", False
     make_folders(files, folder)

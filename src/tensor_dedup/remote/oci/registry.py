@@ -374,7 +374,8 @@ class RegistryRepository:
     def put_manifest(self, reference: str, media_type: str, blob: bytes) -> bool:
         """Write a manifest under a tag or a digest.
 
-        Returns whether the registry has recorded the manifest as a referrer of its subject.
+        Returns whether the registry now lists the manifest as one that refers to its `subject`,
+        another manifest.
         """
         self.traffic.add(sent=len(blob))
         found = self._request("PUT", f"manifests/{reference}", {"Content-Type": media_type}, blob)
@@ -473,9 +474,9 @@ class RegistryRepository:
     ) -> Iterator[bytes]:
         """Iterate over a blob of `nbytes` bytes in chunks, and compare the digest at the end.
 
-        `held` are the first bytes of the blob, which an earlier attempt has received. They count in
-        the digest, but are neither requested nor returned. If a response breaks off, the remaining
-        bytes are requested, or the whole blob if the registry does not support ranges.
+        `held` has the first bytes of the blob, from an earlier attempt. They count in the digest,
+        but are neither requested nor returned. If a response breaks off, the missing bytes are
+        requested.
 
         Raises:
             DamagedRemoteError: The bytes do not match the digest or are too many, or there is no
@@ -523,8 +524,8 @@ class RegistryRepository:
     def upload(self, digest: str, content: BlobContent, mount_from: str | None = None) -> bool:
         """Upload a blob that the repository lacks; return whether its bytes were sent.
 
-        `content` has the bytes. They are not sent if the registry can mount the blob, that is, use
-        the copy in the repository `mount_from`.
+        `content` has the bytes. They are not sent if the registry can take the blob from its own
+        copy in the repository `mount_from`.
         """
         wanted = {"mount": digest} | ({"from": mount_from} if mount_from else {})
         for attempt in range(_ATTEMPTS):

@@ -37,8 +37,8 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 class Sample:
     """A sample of a tensor's bytes, for choosing a codec.
 
-    `base` has the bytes at the same place in the base, the tensor that this one would be encoded
-    against. It is None if there is no base.
+    If the tensor would be encoded as the difference from another tensor, `base` has the bytes at
+    the same place in that other tensor. Otherwise it is None.
     """
 
     data: memoryview
@@ -60,8 +60,8 @@ class CodecChoice:
 def places(nbytes: int, width: int) -> list[tuple[int, int]]:
     """Return the (start, stop) byte ranges to sample: at the start, the middle and the end.
 
-    `nbytes` is the size of the tensor. The starts are multiples of `width`, its element size in
-    bytes.
+    `nbytes` is the size of the tensor. Each range starts at a multiple of `width`, the size of an
+    element in bytes.
     """
     size = min(SAMPLE_BYTES, nbytes)
     step = (nbytes - size) // (_SAMPLES - 1)
@@ -72,8 +72,8 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
 def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
     """Return the best codec for elements of `width` bytes, or None if no codec saves a tenth.
 
-    Codecs that need a base are tried only if every sample has a base. Without samples, the result
-    is None.
+    Codecs that store differences are tried only if every sample has a `base`. Without samples, the
+    result is None.
     """
     total = sum(sample.data.nbytes for sample in samples)
     if not total:

@@ -34,7 +34,7 @@ class Codec(Protocol):
 
     @property
     def against_base(self) -> bool:
-        """Whether the codec stores a difference from a base, which `decode` then needs, too."""
+        """Whether the codec stores the difference from a base, which `decode` needs again."""
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
         """Return `data` in encoded form, compressed with `effort`.
@@ -45,12 +45,11 @@ class Codec(Protocol):
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
         """Decode `blob` into `out`, which has the size of the decoded data.
 
-        `base` is what `encode` was given. `blob` is not trusted: however malformed it is, decoding
-        takes at most a few times the memory of `out`.
+        `base` is the same as for `encode`. Even if `blob` is malformed, decoding takes at most a
+        few times the memory of `out`. After an error, the content of `out` is undefined.
 
         Raises:
-            CorruptFrameError: `blob` does not decode to exactly the size of `out`. The content of
-                `out` is then undefined.
+            CorruptFrameError: `blob` does not decode to exactly the size of `out`.
         """
 
 

@@ -21,7 +21,7 @@ AS_IT_IS = ""
 def wrap(name: str, chunk: bytes | memoryview) -> bytes:
     """Return the stored form of a leaf: the name of its codec, then the encoded bytes.
 
-    `chunk` has the encoded bytes, and `name` is the codec that encoded them.
+    `chunk` has the encoded bytes. `name` is the name of the codec, or "" if there is none.
     """
     return b"".join((bytes([len(name)]), name.encode("ascii"), chunk))
 

@@ -16,7 +16,7 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """Encode the positions in `places`, which ascend, as gaps; return the gaps' byte planes.
+    """Return the byte planes of the gaps between the ascending positions in `places`.
 
     A gap is the number of elements between two neighbouring positions.
     """
@@ -24,10 +24,10 @@ def streams_of(places: Places) -> list[Bytes]:
 
 
 def read_places(reader: Reader, count: int) -> Places:
-    """Read the ascending positions that `streams_of` encoded; each must be below `count`.
+    """Read and return the ascending positions that `streams_of` encoded.
 
     Raises:
-        CorruptFrameError: The streams do not hold valid positions.
+        CorruptFrameError: The streams are malformed, or a position is not below `count`.
     """
     first = reader.take_up_to(count)
     gaps = np.empty(len(first), UNSIGNED[_WIDTH])

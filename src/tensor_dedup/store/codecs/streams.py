@@ -75,7 +75,7 @@ _LOCAL = _Local()
 
 
 def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
-    """Return the concatenation of `streams`, each compressed if that saves 3 %."""
+    """Return `streams` as one byte string, each stream compressed if that saves 3 %."""
     parts: list[bytes | memoryview] = []
     for stream in streams:
         plain = np.ascontiguousarray(stream).data
@@ -87,10 +87,10 @@ def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
 
 
 class Reader:
-    """A reader of the streams in `blob`, which is not trusted. `codec` is named in errors.
+    """A reader of the streams in `blob`, which may be malformed. Errors name `codec`.
 
     Raises:
-        CorruptFrameError: A method that reads met unexpected input.
+        CorruptFrameError: A method found that `blob` is malformed.
     """
 
     def __init__(self, blob: memoryview, codec: str) -> None:
@@ -178,7 +178,7 @@ def split(values: Words) -> list[Bytes]:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Yield slices that cut `count` elements into runs of BLOCK elements, the last one shorter."""
+    """Yield slices of BLOCK elements that cover `count` elements; the last one may be shorter."""
     return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
@@ -187,8 +187,8 @@ def join(
 ) -> None:
     """Interleave the byte planes in `planes` into the words `out`; the inverse of `split`.
 
-    The words are made in runs that fit into the processor's cache. `then` is called after each run
-    with the words of the run and their slice of `out`.
+    The words are made in blocks that fit into the processor's cache. After each block, `then` is
+    called with the words of the block and their slice of `out`.
     """
     for part in blocks(len(out)):
         _join_block([plane[part] for plane in planes], out[part])

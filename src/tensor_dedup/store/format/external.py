@@ -20,9 +20,9 @@ _MAX_DIGITS = 20  # of 64 bits
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """The file that an `external` container indexes.
+    """The description of a file that an `external` container indexes.
 
-    It has the absolute path of the file and the file's status when it was hashed.
+    `path` is absolute. The other fields are the file's status when the file was hashed.
     """
 
     path: Path
@@ -67,8 +67,7 @@ class ExternalFile:
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
         """Return the file that the strings `texts` of a table describe; the inverse of `to_texts`.
 
-        `data_bytes` is the size that the table states. `table` is the table's path, which errors
-        name.
+        `data_bytes` is the size that the table states. Errors name `table`, the table's path.
 
         Raises:
             DamagedFileError: The strings are malformed or contradict `data_bytes`.

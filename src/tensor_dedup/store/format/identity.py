@@ -25,9 +25,10 @@ _TIERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """A note about the second tier of a run, to which the run's steps were copied.
+    """A note about the second tier of a run, the store or remote to which its steps were copied.
 
-    It has the identity of the second tier, and the path or address at which the tier was then.
+    `identity` is the identity of the second tier, and `where` is its path or address when the note
+    was written.
     """
 
     identity: str
@@ -36,13 +37,13 @@ class TierNote:
 
 @dataclass(frozen=True, slots=True)
 class SeenPlaces:
-    """The record of a fast tier about the steps of a run on one second tier.
+    """A fast tier's record of the steps of a run on one second tier.
 
-    A place is the number of a step in the order of saving.
+    The record refers to a step by its place, its number in the order of saving.
 
-    - `drained` is a place. All steps of the fast tier up to it were copied to the second tier.
-    - `last` has the greatest places seen on the second tier, ascending: one for each fast tier that
-      copied steps to it.
+    - `drained`: All steps of the fast tier up to this place were copied to the second tier.
+    - `last` has the greatest place seen on the second tier for each fast tier that copied steps to
+      it, in ascending order.
     - `sent` has the names of the manifests copied last. Some of these copies may be incomplete.
     """
 
@@ -94,8 +95,8 @@ def note_in(text: bytes, run: str) -> TierNote | None:
 def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
     """Return the content for the file with the records about the steps of `run` on second tiers.
 
-    `seen` maps the identity of each second tier to its record, in the order of last use. Only the
-    most recently used tiers are kept.
+    `seen` maps the identity of each second tier to its record. The most recently used tier is the
+    last one. Only the last eight tiers are kept.
     """
     tiers = [*seen.items()][-_TIERS:]
     lines = [

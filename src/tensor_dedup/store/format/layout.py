@@ -63,8 +63,8 @@ class StoreLayout:
     def drain_lock(self) -> Path:
         """The lock file that is held exclusively to change drained steps on a remote.
 
-        A step is drained when it is copied from this store to the second tier of its run, another
-        store or a remote. The lock also protects the records about drained steps.
+        A step is drained when it is copied from this store to a remote or another store. The lock
+        also protects this store's records about drained steps.
         """
         return self.root / DRAIN_LOCK
 
@@ -148,14 +148,17 @@ class StoreLayout:
         return self.root / "manifests"
 
     def container(self, name: str, kind: str) -> Path:
-        """Return the path of the data file of the container `name`, which is of `kind`."""
+        """Return the path of the file that holds the data of a container inside the store.
+
+        For an `external` container, which has no data in the store, it is the file of its table.
+        """
         return self.containers / f"{name[:2]}/{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
         """Return the path of the file with the table of the container `name`, which is of `kind`.
 
-        The file with the table lies beside the data for the kind `raw`. For any other kind, it is
-        the container's only file.
+        A `raw` container has a separate file for its table. A container of any other kind is a
+        single file.
         """
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
         return self.containers / f"{name[:2]}/{name}{suffix}"

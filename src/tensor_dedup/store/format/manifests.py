@@ -62,8 +62,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A file in a manifest: its path, its size, and how many of the manifest's pieces it has.
 
-    The names of the file's tensors in the checkpoint begin with `prefix`; their names in the file
-    lack it.
+    A tensor's name in the checkpoint is `prefix` followed by its name in the file.
     """
 
     path: str
@@ -102,8 +101,8 @@ def build(
 ) -> tuple[str, dict[str, bytes]]:
     """Build a manifest and its pages; return the manifest's name, and all frames by name.
 
-    The frames are in order: pages first, then the manifest. `second_names` maps additional names of
-    tensors (aliases) to the names under which the tensors are stored.
+    The frames of the pages come first, then that of the manifest. `second_names` maps aliases,
+    which are additional names of tensors, to the names under which the tensors are stored.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -121,7 +120,7 @@ def build(
 def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
     """Check that the manifest called `manifest` and its pages can be decoded and agree.
 
-    `objects` has the frames of all of them by name. Errors name `path`.
+    `objects` maps the names of the manifest and the pages to their frames. Errors name `path`.
 
     Raises:
         DamagedFileError: A frame is damaged, or manifest and pages contradict each other.
@@ -160,7 +159,7 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
     """Decode `blob`, the frame of the manifest `name`, and check it.
 
-    All file paths in a manifest that passes stay inside the folder of an export.
+    The check ensures that an export of the manifest writes no file outside its folder.
 
     Raises:
         DamagedFileError: The manifest is damaged; the error names `path`.
@@ -217,7 +216,7 @@ def _named(blob: bytes, name: str, path: PurePath) -> bytes:
 
 
 def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
-    """Check that the counts and sizes in `manifest` match its pieces. `pieces` are all of them.
+    """Check that the counts and sizes in `manifest` match `pieces`, all pieces of the manifest.
 
     Raises:
         DamagedFileError: A count or a size differs; the error names `path`.
@@ -252,10 +251,7 @@ def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class SynthesizedFile:
-    """A safetensors file that an export generates.
-
-    It has a path, a header, and tensors in the order in which the file stores them.
-    """
+    """A safetensors file that an export generates. `pieces` are its tensors in file order."""
 
     path: str
     header: bytes
@@ -277,11 +273,13 @@ def synthesized_files(
 ) -> Iterator[SynthesizedFile]:
     """Generate the safetensors files for `loose`, the tensors of a training step.
 
-    There is a file for the weights and one for the other training state; a file without tensors is
-    left out. If `part` is not empty, only tensors whose names begin with `part` and a dot are
-    weights, and their names in the file lack this prefix. Tensors whose dtype safetensors does not
-    know count as state and are written as U8. `taken` has the paths of the checkpoint's other
-    files; the generated paths do not collide with them.
+    The weights go to one file and all other tensors to another; a file without tensors is left out.
+    The files avoid the paths in `taken`. A tensor is a weight if all of these are true:
+
+    - Its name begins with `part` and a dot, or `part` is empty. The file omits this prefix.
+    - Its name does not begin with `#`, which marks training state.
+    - Its name in the file is neither empty nor `__metadata__`.
+    - safetensors knows its dtype. Tensors of other dtypes are written as U8.
     """
     start = f"{part}." if part else ""
     weights = [

@@ -20,8 +20,8 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 def check_name(name: str) -> str:
     """Return `name` if it is a valid checkpoint name.
 
-    It must have the syntax that `check_form` checks. The file of the checkpoint's reference is
-    named after it, and that file name must not be too long.
+    The name must have the syntax of a checkpoint name (see `check_form`). The file name that is
+    made from it (see `file_of`) must not be too long.
 
     Raises:
         BadNameError: The name is invalid or too long.
@@ -38,8 +38,8 @@ def check_name(name: str) -> str:
 def check_form(name: str) -> str:
     """Return `name` if it has the syntax of a checkpoint name.
 
-    Unlike `check_name`, this function does not limit the length of the file name that is made from
-    `name`.
+    A checkpoint name has at most 200 characters: ASCII letters, digits, `._@+=-`, and slashes
+    between its parts. Each part begins with a letter, a digit or an underscore.
 
     Raises:
         BadNameError: The name does not have that syntax or is too long.
@@ -110,12 +110,12 @@ def name_in(file: str) -> str | None:
 
 
 def check_path(text: str, manifest: PurePath) -> PurePosixPath:
-    """Return `text`, the path of a file in an export, if it stays inside the folder of the export.
+    """Check that the file path `text` stays inside the folder of an export; return it as a path.
 
-    `manifest` is the path of the manifest that contains the path; errors name it.
+    Errors name `manifest`, the path of the manifest that contains `text`.
 
     Raises:
-        EscapingPathError: The path is absolute, contains `..`, or is not in normal form.
+        EscapingPathError: The path is absolute, contains `..` or NUL, or is not in normal form.
     """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text

@@ -56,7 +56,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def codec_name(self) -> str:
-        """The name of the codec, without any parameters, which follow a colon."""
+        """The name of the codec, without the colon and the parameters that may follow."""
         return self.codec.partition(":")[0]
 
     @property
@@ -70,10 +70,9 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return () if self.base is None else (self.base, *self.parts.values())
 
     def leaf_in(self, start: int) -> tuple[bytes, int]:
-        """Return the piece and the offset from which this piece takes a leaf.
+        """Return the digest of the other piece to read to decode a leaf, and the offset there.
 
-        `start` is the offset of the leaf in this piece. The result is the digest of the other
-        piece, which holds the leaf, and the offset of the leaf there.
+        `start` is the offset of the leaf in this piece, which must be encoded against other pieces.
         """
         number = start // LEAF_BYTES
         if is_part(self.codec, number):
@@ -120,10 +119,7 @@ def encode(table: Table) -> Encoded:
 
 
 def tail(table_at: int) -> bytes:
-    """Return the last bytes for a slab, pack or delta whose table begins at offset `table_at`.
-
-    They hold that offset.
-    """
+    """Return the bytes that end a slab, pack or delta and state `table_at`, its table's offset."""
     return _TAIL.pack(table_at, _TAIL_MAGIC)
 
 
@@ -151,7 +147,7 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     `kind` is the kind of the container.
 
     Raises:
-        DamagedFileError: It is not a valid table of this container; the error names `path`.
+        DamagedFileError: `blob` is not a valid table of the container; the error names `path`.
         NewerFormatError: A later version of this program wrote the table, or a codec is unknown.
     """
     table = frames.decode(blob, KIND, Table, path)
@@ -218,7 +214,7 @@ def _check_places(table: Table, path: PurePath) -> None:
 
 
 def gaps(table: Table) -> list[tuple[int, int]]:
-    """Return the (offset, length) of each gap between the records: the padding of a container."""
+    """Return the (offset, length) of each range of padding: the bytes that no record covers."""
     found, at = [], 0
     for record in table.records:
         if record.offset > at:

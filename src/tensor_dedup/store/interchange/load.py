@@ -64,10 +64,10 @@ _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 
 
 class ArtifactFolder:
-    """An opened folder on disk: its index and descriptor, which were checked, and its data.
+    """A folder on disk, open for reading: its index and descriptor, already checked, and its data.
 
-    The data files are read as if they were one range of `data_bytes`. Any thread may read. Close
-    the folder, or use it as a context manager.
+    The data files are read as one range of `data_bytes`. Any thread may read. Close the folder, or
+    use it as a context manager.
     """
 
     verified = False
@@ -277,12 +277,12 @@ def load_dict(
     verify: bool = True,
     files: Files | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors in a folder by name, as CPU tensors. Views of one storage share it again.
+    """Load the tensors in a folder by name, as CPU tensors. Safe from any thread.
 
-    `path` is a folder written by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint
-    that was imported from such a folder. `names` selects tensors, and only their storages are read.
-    `view` is an id under which `save_dict` saved a selection of names; give the names, too. `files`
-    replaces the file system in tests. Safe from any thread.
+    Tensors that shared a storage when they were saved share one again. `path` is a folder written
+    by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint that was imported from such a
+    folder. `names` selects tensors, and only their storages are read. If `save_dict` saved these
+    names as a view, `view` can be the id of the view. `files` replaces the file system in tests.
 
     If `verify` is True, the data read from a folder is compared with checksums in the folder:
 
@@ -295,7 +295,7 @@ def load_dict(
     Data from a store is always verified, whatever `verify` is.
 
     Raises:
-        ConfigError: A name or a view does not exist, or a view is given without names.
+        ConfigError: A name or a view does not exist, or `view` is given without `names`.
         CheckpointNotFoundError, FormatError: The folder has another format or is damaged.
         ChangedFileError: A file changed while it was read.
         IntegrityError: The data does not match its checksum.

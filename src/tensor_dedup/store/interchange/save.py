@@ -168,10 +168,7 @@ class DataFiles:
 
 
 class DataHashes:
-    """The checksums of the data, computed while it is written.
-
-    They leave out the padding at the end of the data.
-    """
+    """The checksums of the data, without its final padding, computed while it is written."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -181,8 +178,8 @@ class DataHashes:
     def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
         """Yield the jobs that hash `view`, a buffer that begins at offset `start` of the data.
 
-        Each job is a pair (ordered, function). Ordered jobs must run in one thread, in the order of
-        the buffers. Other jobs may run in any thread.
+        Each job is a pair (ordered, function). If `ordered` is True, run the function in the one
+        thread for such jobs, in the order of the buffers. Otherwise, run it in any thread.
         """
         counted = view[: max(0, self._total - start)]
         yield True, partial(self.verifier.update, counted)
@@ -476,8 +473,10 @@ def remove_folder(files: Files, folder: Path) -> None:
 def write_file(files: Files, path: Path, blob: bytes) -> None:
     """Write the new file `path` with the content `blob` and sync it.
 
-    The file's name is durable after its folder is synced. If the file exists already,
-    FileExistsError is raised.
+    The file's name is not durable until the folder is synced, too.
+
+    Raises:
+        FileExistsError: The file exists already.
     """
     handle = files.open(path, "create")
     try:

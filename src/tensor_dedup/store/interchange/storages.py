@@ -20,7 +20,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HeldStorages:
-    """The storage graph of a state dict, and its storages.
+    """The storages of a state dict, and a graph of which tensors are views of which storages.
 
     `storages` maps the id of each storage to its bytes, as a flat tensor on the storage's device.
     """
@@ -39,7 +39,7 @@ def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
-    """Return the storage graph of a state dict and its storages. They keep the memory alive.
+    """Return the storages of a state dict and their graph. The result keeps the memory alive.
 
     Lazily conjugated or negated tensors are materialised. Storages that begin at the same address
     count as one storage, which has the size of the largest.

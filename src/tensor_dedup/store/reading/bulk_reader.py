@@ -98,8 +98,8 @@ class Filled:
 def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
     """Group the pieces with these digests into spans, ordered by container and offset. No I/O.
 
-    A piece without an unencoded copy in the store is left out; `BulkReader.read` reads it. A span
-    has at most `span_bytes`, unless it consists of a single larger piece.
+    A span has at most `span_bytes`, but a larger piece forms a span of its own. A piece without an
+    unencoded copy in the store is left out; read it with `BulkReader.read`.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
     places.sort(key=lambda place: (place[0], place[1].offset))
@@ -129,13 +129,12 @@ class BulkReader:
     Close the reader, or use it as a context manager. Without `verify`, unencoded pieces are not
     compared with their digests.
 
-    With `mapped`, containers are mapped into memory instead of copied. The memory is that of the
-    page cache:
+    With `mapped`, containers are mapped into memory instead of copied:
 
-    - Pages that the kernel drops and reads again later are not verified again.
     - If verification finds a page that the disk cannot read, the span is copied after all, from
       intact copies.
-    - An access to such a page that verification did not find ends the process (SIGBUS).
+    - Pages that the kernel drops and reads again later are not verified again. If the disk cannot
+      read a page that was not verified, an access ends the process (SIGBUS).
     - A mapped span takes a file descriptor. When two thirds of the free descriptors are in use,
       further spans are copied.
     """
@@ -187,11 +186,15 @@ class BulkReader:
     def read(
         self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Read single pieces; yield the digest and the decoded bytes of each, in order.
+        """Read the pieces that `plan` leaves out; yield the digest and the bytes of each, in order.
 
-        Use it for the pieces that `plan` leaves out. They are always verified. `pieces` has the
-        digest and size of each piece. The yielded memory may be larger than the piece. Up to
-        `ahead_bytes` are read in advance; None means all. Raises the errors of `fill`.
+        `pieces` has the digest and size of each piece. The bytes are decoded and always verified.
+        The yielded memory may be larger than the piece. Up to `ahead_bytes` are read in advance;
+        None means all.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: No intact copy of a piece is in the store.
+            StoreIOError: The disk failed.
         """
         waiting = deque(pieces)
         started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()

@@ -38,7 +38,7 @@ class StoredTensor:
 class StoredFile:
     """A file in a stored checkpoint, as an export writes it.
 
-    The names of its tensors in the checkpoint begin with `prefix`; their names in the file lack it.
+    A tensor's name in the checkpoint is `prefix` followed by its name in the file.
     """
 
     path: str
@@ -189,10 +189,9 @@ class StoredCheckpoint(StoredPieces):
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
         """Return how a tensor is stored: the codec, the bytes on disk, and the digest of its base.
 
-        The base is the tensor that this one is stored as a difference from; without a base, the
-        digest is None. If the store does not hold the tensor, the codec is "" and the number of
-        bytes is 0. Some leaves may be stored as separate pieces that several tensors share; the
-        bytes of these leaves count in full.
+        If the tensor is stored as the difference from another tensor, that tensor is its base.
+        Otherwise the digest is None. Leaves that several tensors share as separate pieces count in
+        full. If the store does not hold the tensor, the codec is "" and the number of bytes is 0.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:

@@ -45,10 +45,10 @@ class PieceCopy:
 
     @property
     def may_be_base(self) -> bool:
-        """Whether other pieces may be decoded against this copy, as their base.
+        """Whether this copy can serve as the base from which another piece is decoded.
 
-        The copy must not be a delta itself, and it must lie in the store, not in a file indexed in
-        place.
+        It can if it is not itself encoded against another piece, and does not lie in a file that
+        was indexed in place.
         """
         return self.record.base is None and self.container.kind != EXTERNAL
 
@@ -56,10 +56,11 @@ class PieceCopy:
 class PieceCopies:
     """The copies of some pieces in a store's containers. Safe from any thread.
 
-    The containers are held open until `close`. If there are more of them than a reader may hold
-    open, the least recently used are closed, and opened again when needed. If no known copy of a
-    piece is intact, all containers are searched for other copies. In both cases, the store's main
-    lock is held shared from then on, so that garbage collection removes nothing.
+    The containers are held open until `close`, so they stay readable during garbage collection. In
+    two cases, the store's main lock is held shared until `close`, which delays garbage collection:
+
+    - There are more containers than a reader may hold open. They are opened when needed.
+    - No known copy of a piece is intact. All containers are then searched for other copies.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex, wanted: set[bytes]) -> None:
@@ -188,7 +189,7 @@ class PieceCopies:
 
         The result is False in two cases:
 
-        - This object was not opened for the piece, and no copy of it was found.
+        - No copy of the piece was found, and this object was not created for the piece.
         - A known copy has another size.
         """
         with self._lock:
@@ -197,11 +198,14 @@ class PieceCopies:
         return not unknown and all(copy.record.nbytes == nbytes for copy in copies or ())
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of an anchor for pieces that resemble the piece `digest`.
+        """Return the digest of an anchor for new pieces that resemble the piece `digest`.
 
-        An anchor is a piece against which others can be encoded. It must not be encoded against
-        another piece itself. The result is `digest` if that piece can serve, or else the digest of
-        the piece that it is encoded against. If neither can serve, the result is None.
+        An anchor is a piece that others can be encoded against, because the store has a copy of it
+        that is not itself encoded against another piece. The result is the first anchor among
+        these, or None:
+
+        1. the piece `digest`
+        2. a piece against which `digest` is encoded
         """
         bases = [copy.record.base for copy in self.known(digest) if copy.record.base is not None]
         # One step, never more: two deltas may be against each other when no plain copy is left.
@@ -213,8 +217,8 @@ class PieceCopies:
     def all_of(self, digest: bytes) -> Iterator[PieceCopy]:
         """Iterate over all copies of a piece: first the known copies, then those found by a search.
 
-        The search reads the tables of all containers. It is left out if garbage collection keeps
-        the store locked.
+        The search reads the tables of all containers. If garbage collection keeps the store locked,
+        there is no search.
         """
         known = self.known(digest)
         yield from known
@@ -272,8 +276,8 @@ def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[C
     """Choose the containers to open for reading pieces.
 
     `places` maps the digest of each piece to its locations. The result is a small set that holds
-    every piece. It also has some containers with second copies, if at least a quarter of such a
-    container is wanted.
+    every piece. While there are fewer than 16, containers with second copies are added, provided
+    that at least a quarter of their bytes belong to these pieces.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

@@ -23,11 +23,11 @@ Raises:
 
 
 def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return a function that reads a leaf which the piece of `record` takes from another piece.
+    """Return a function that reads leaves of other pieces, to decode the piece of `record`.
 
-    The function takes the offset of the leaf in the piece, and memory to fill. It calls `read_leaf`
-    with the digest of the other piece, the leaf's offset there and the memory. It returns the
-    result of `read_leaf`, the digest of the leaf.
+    The function is called with the offset of a leaf in the piece, and memory to fill. It fills the
+    memory by calling `read_leaf(digest, offset, memory)`, with the digest of the other piece and
+    the offset there. It returns the result of `read_leaf`, which is the digest of the leaf.
     """
 
     def fill(start: int, view: memoryview) -> bytes:
@@ -40,11 +40,14 @@ def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]
 def fill_leaves(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    """Fill `view` with whole leaves of a piece from `start`; return whether they are intact.
+    """Fill `view` with whole leaves of a piece, from `start`; return whether they are intact.
 
-    `record` says where and how the piece is stored in the file `handle`. `base` provides leaves of
-    other pieces (see `base_of`) and is called only if the piece is encoded against them. Errors of
-    `base` propagate, as does the OSError of a failed read.
+    `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
+    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
+    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)
@@ -54,10 +57,7 @@ def fill_leaves(
 
 
 def are_leaves(nbytes: int, start: int, stop: int) -> bool:
-    """Return whether the range from `start` to `stop` consists of whole leaves of a piece.
-
-    The piece has `nbytes`.
-    """
+    """Return whether the range from `start` to `stop` is whole leaves of a piece of `nbytes`."""
     inside = 0 <= start < stop <= nbytes
     return inside and not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
@@ -67,7 +67,12 @@ def read_range(
 ) -> bytearray | None:
     """Return the bytes from `start` to `stop` of a piece, or None if they are damaged.
 
-    `handle`, `record` and `base` are as for `fill_leaves`, whose errors are raised.
+    `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
+    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
+    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
@@ -167,9 +172,9 @@ def _decode(
 
 
 def leaves_of(record: Record, start: int, nbytes: int) -> bytes:
-    """Return the concatenated digests of the leaves in a range of a piece.
+    """Return the concatenated digests of the leaves in a range of the piece of `record`.
 
-    The range has `nbytes` and begins at `start`, where a leaf begins.
+    The range has `nbytes` and begins at `start`, which must be the offset of a leaf.
     """
     first = start // LEAF_BYTES
     count = -(-nbytes // LEAF_BYTES)

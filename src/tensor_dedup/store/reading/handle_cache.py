@@ -70,9 +70,9 @@ class HandleCache(Generic[_Key]):
                 self._trim()
 
     def with_room(self, act: Callable[[], _T]) -> _T:
-        """Return `act()`. If it fails for lack of descriptors, close cached files and try again.
+        """Return `act()`. If `act` fails for lack of descriptors, close cached files and try again.
 
-        If no cached file can be closed, raise the OSError.
+        If no cached file can be closed, raise the OSError of `act`.
         """
         with self._lock:
             return self._with_room(act)

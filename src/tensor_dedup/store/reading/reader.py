@@ -103,18 +103,21 @@ class StoredPieces:
         return self._copies.path(container)
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the entries for a piece in the tables of containers, one for each copy.
+        """Return the entries for a piece in the tables of containers, one for each known copy.
 
-        They are in the order in which the copies are tried.
+        The copy that is tried first comes first.
         """
         return [copy.record for copy in self._copies.known(digest)]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of an anchor for pieces that resemble the piece `digest`.
+        """Return the digest of an anchor for new pieces that resemble the piece `digest`.
 
-        An anchor is a piece against which others can be encoded. It must not be encoded against
-        another piece itself. The result is `digest` if that piece can serve, or else the digest of
-        the piece that it is encoded against. If neither can serve, the result is None.
+        An anchor is a piece that others can be encoded against, because the store has a copy of it
+        that is not itself encoded against another piece. The result is the first anchor among
+        these, or None:
+
+        1. the piece `digest`
+        2. a piece against which `digest` is encoded
         """
         return self._copies.anchor(digest)
 
@@ -124,18 +127,17 @@ class StoredPieces:
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the containers and records of the unencoded copies of a piece.
+        """Return the containers and records of the known unencoded copies of a piece.
 
-        The caller reads and verifies the copies itself. Copies in files that are indexed in place
-        are left out, because those files may change.
+        The copies are not read or verified. Copies in files that are indexed in place are left out,
+        because those files may change.
         """
         return [place for place in self.own_places(digest) if place[1].codec == PLAIN]
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the containers and records of all copies of a piece that are in the store.
+        """Return the containers and records of the known copies of a piece, without reading them.
 
-        Nothing is read. The copies may be encoded. Copies in files that are indexed in place are
-        left out.
+        The copies may be encoded. Copies in files that are indexed in place are left out.
         """
         return [
             (copy.container, copy.record)
@@ -214,9 +216,9 @@ class StoredPieces:
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with the bytes from `start` of a piece of `nbytes`, verified.
 
-        If the range consists of whole leaves (2 MiB each), the bytes are read without an additional
-        buffer, and the result is the concatenated digests of the leaves. Otherwise the result is
-        empty. After an error, the content of `view` is undefined.
+        If the range consists of whole leaves (2 MiB each), return the concatenated digests of these
+        leaves. Otherwise, return b"", and the read needs an additional buffer. After an error, the
+        content of `view` is undefined.
 
         Raises:
             CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.

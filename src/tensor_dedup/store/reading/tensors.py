@@ -100,8 +100,10 @@ def iter_tensors(
 
     The tensors are read into buffers of `buffer_bytes`, or of the size of a larger tensor. `ahead`
     buffers are read in advance. A buffer is reused when none of its tensors is referenced any more,
-    so copy a tensor that you keep for long. Keep the checkpoint open until the end. `names`,
-    `verify` and the errors are those of `load_tensors`.
+    so copy a tensor that you keep for long. Keep the checkpoint open until the end.
+
+    `names` selects tensors. If `verify` is False, only encoded tensors and tensors in files indexed
+    in place are compared with their digests. Raises the errors of `load_tensors`.
     """
     wanted = _wanted(checkpoint, names)
     pool = BufferPool(buffer_bytes * (ahead + 2))

@@ -79,7 +79,7 @@ class PinnedStepError(AdvisedError):
 
 
 class TakenStepError(NameTakenError):
-    """The name for an import is the name of an existing step of a run, or of a pin."""
+    """The name for an import is that of an existing step, or of a pin."""
 
     advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
 

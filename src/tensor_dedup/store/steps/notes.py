@@ -27,10 +27,10 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Notes:
     """The notes in a step's manifest.
 
-    - `adapter` is the name of the adapter that took the training state apart.
+    - `adapter` is the name of the adapter, the code that split the training state into tensors.
     - `part` is the prefix of the tensors that engines load as the model ("" for all tensors).
-    - `sequence` orders the steps of a run by the time of saving. It is greater than that of every
-      earlier step, and 0 until it is assigned.
+    - `sequence` orders the steps of a run by the time of saving: a step that is saved later has a
+      greater number. It is 0 until it is assigned.
     - `goals` says whether the least or the greatest value of a metric is best. It covers only the
       metric in the run's `keep_best`.
     """
@@ -59,7 +59,7 @@ class Notes:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
-        """Return the notes that `texts`, from a manifest, hold; the inverse of `to_texts`.
+        """Parse the notes in `texts`, the strings that a manifest holds.
 
         Return None if no training run saved the manifest, or if the notes cannot be parsed.
         """
@@ -75,7 +75,7 @@ class Notes:
 
 
 def content_name(manifest: Manifest) -> str:
-    """Return the name that the manifest of a step would have without its sequence number.
+    """Return a name for the content of a step's manifest, without its sequence number.
 
     Two steps with equal content give the same name, whenever they were saved.
     """

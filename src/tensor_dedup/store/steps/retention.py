@@ -78,7 +78,7 @@ class Retention:
 
     @property
     def goals(self) -> Goals:
-        """The goal for the metric in the rule `best`: "min" or "max". Empty without that rule."""
+        """The metric in the rule `best`, mapped to "min" or "max". Empty without that rule."""
         return {} if self.best is None else {self.best[0]: self.best[2]}
 
     def dropped(
@@ -87,9 +87,9 @@ class Retention:
         """Return the steps to delete after the step `saved` was saved.
 
         `metrics` maps each step to its metrics. `order` has the steps in the order of saving, which
-        the rule `last` needs. `saved` and the steps in `kept` are never deleted. While no step has
-        a number for the metric in the rule `best`, nothing is deleted, because the name of the
-        metric may be misspelt.
+        the rule `last` needs. `saved` and the steps in `kept` are never deleted. If there is a rule
+        `best`, but no step has a number for its metric, nothing is deleted: the metric may be
+        misspelt.
         """
         if not self.any:
             return []
@@ -122,9 +122,9 @@ def _is_count(value: object) -> bool:
 def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
     """Return whether "min" or "max" of a metric is best, or None if that is unknown.
 
-    The first mapping in `noted` that has the metric decides. If none has it, the parts of the
-    metric's name decide: the parts of `eval/top1_acc` are `eval`, `top1` and `acc`. If the parts
-    contradict each other, the result is None.
+    `noted` has mappings from metrics to "min" or "max"; the first that has the metric decides. If
+    none has it, the parts of the metric's name decide: the parts of `eval/top1_acc` are `eval`,
+    `top1` and `acc`. If the parts contradict each other, the result is None.
     """
     for goals in noted:
         if metric in goals:

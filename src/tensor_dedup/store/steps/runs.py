@@ -157,9 +157,10 @@ class Step:
 class Difference:
     """The difference between two steps in names of tensors, in bytes, and in metrics.
 
-    `changed_bytes` is the size of the changed tensors in the second step. `metrics` maps each
-    metric to its values in the two steps; a missing value is None. `renamed` maps old to new names
-    of tensors with equal content, which are neither in `added` nor in `removed`.
+    - `changed_bytes` is the size of the changed tensors in the second step.
+    - `metrics` maps each metric to its values in the two steps; a missing value is None.
+    - `renamed` maps old to new names of tensors with equal content. These names are in neither
+      `added` nor `removed`.
     """
 
     added: tuple[str, ...]
@@ -200,7 +201,7 @@ def kept_steps(objects: Objects, run: str) -> set[int]:
 
 
 def check_replaceable(objects: Objects, run: str, step: int) -> None:
-    """Check that saving a step may replace the checkpoint that now has the step's name.
+    """Check that a step may be saved under its name, which an existing checkpoint may have.
 
     An earlier state of the step may be replaced, even a damaged one. The answer holds only inside
     `with locks.naming(...):`.
@@ -230,7 +231,7 @@ def check_no_step(objects: Objects, name: str) -> None:
     The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        TakenStepError: The name is the name of an existing step, or of a pin.
+        TakenStepError: The name is that of an existing step, or is the name of a pin.
     """
     found = parse_step_name(name)
     if found is None:
@@ -382,10 +383,10 @@ class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and the state of its reference.
 
     - `sequence` is the place in the order, as a sequence number.
-    - `reference` is a value that shows whether the reference has changed: the status of its file
-      or, in a remote, the manifest that it names (a placeholder if the reference is damaged).
-    - `manifest` is the name of the step's manifest, and `content` is the manifest's `content_name`.
-      Both are None if the manifest cannot be read.
+    - `reference` is a value that changes when the reference changes: the status of its file or, in
+      a remote, the name of the manifest (a placeholder if the reference is damaged).
+    - `manifest` is the name of the step's manifest, and `content` a name for the content of the
+      manifest (`content_name`). Both are None if the manifest cannot be read.
     """
 
     sequence: int
@@ -402,8 +403,8 @@ class StepPlace(NamedTuple):
 def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
     """Return the steps in `places` in the order of saving.
 
-    Among steps with the same sequence number, those whose manifest can be read come first, by step
-    number.
+    Steps with the same sequence number are sorted by step number, but steps whose manifest cannot
+    be read come last.
     """
 
     def key(step: int) -> tuple[int, bool, int]:
@@ -415,7 +416,11 @@ def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
     """Return the description of a step, made without reading its tensors.
 
-    `kept` are the pinned steps. Raises the errors of `manifest_of`.
+    `kept` are the pinned steps.
+
+    Raises:
+        UnknownStepError: The run has no such step.
+        NotATrainingError: The checkpoint with the name of the step was not saved by this run.
     """
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
@@ -437,8 +442,11 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
 def describe_all(objects: Objects, run: str) -> list[Step]:
     """Return the descriptions of all steps of a run, ordered by number.
 
-    Imported checkpoints that are named like a step are left out. Steps that cannot be read are left
-    out, too, and a warning is logged for each.
+    Imported checkpoints that are named like a step are left out. Damaged steps are left out, too,
+    and a warning is logged for each.
+
+    Raises:
+        NewerFormatError: A step was saved by a later version.
     """
     kept = kept_steps(objects, run)
     found = []
@@ -455,8 +463,8 @@ def describe_all(objects: Objects, run: str) -> list[Step]:
 def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
     """Return the tensors that the manifest `content` lists.
 
-    `seen` maps digests of the manifest's pages (lists of pieces) to their pieces. The function
-    reads only pages that are not in `seen`, and adds them.
+    `seen` maps the digests of manifest pages (lists of pieces) that were read earlier to their
+    pieces. These pages are not read again. Pages that are read are added to `seen`.
     """
     pieces: list[Piece] = []
     for page in content.pages:
@@ -483,7 +491,11 @@ def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
     """Compare the steps `one` and `two`, each given as a run and a step number.
 
-    Call it inside `with locks.session(...):`. Raises the errors of `manifest_of`.
+    Call it inside `with locks.session(...):`.
+
+    Raises:
+        UnknownStepError: A run has no such step.
+        NotATrainingError: A checkpoint with the name of a step was not saved by its run.
     """
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (
@@ -553,8 +565,8 @@ class StepOrder:
     def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
         """Return the place of each step in the order of saving, by step number.
 
-        A step whose manifest cannot be read is placed by the date of its reference. With
-        `readable`, it is left out instead.
+        If a step's manifest cannot be read, the step is placed by the date of its reference or,
+        with `readable`, left out.
         """
         found: dict[int, StepPlace] = {}
         unreadable: dict[int, FileStatus] = {}
@@ -591,7 +603,7 @@ class StepOrder:
             return StepPlace(0, status, None)
 
     def status(self, step: int) -> FileStatus | None:
-        """Return the file status of the reference of a step, or None if it does not exist."""
+        """Return the status of the file of a step's reference, or None if there is no such step."""
         return self._objects.files.status(
             self._objects.layout.refs / file_of(step_name(self.run, step))
         )

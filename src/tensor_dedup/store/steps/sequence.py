@@ -16,12 +16,11 @@ _LAST = "last "
 
 
 def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
-    """Return a new sequence number, greater than `above` and than every number returned before.
+    """Return a new sequence number, greater than `above` and than the last number returned.
 
-    Numbers returned in other processes count, too. After a crash of the machine, numbers may be
-    returned again, because the file with the last number is not synced and may be lost or outdated.
-    If the file is missing or damaged, `greatest` is called, which returns the greatest sequence
-    number of the run's steps.
+    The last number is kept in a file, which all processes share. If the file is missing or damaged,
+    `greatest` is called, which returns the greatest sequence number of the run's steps. The file is
+    not synced, so numbers may be returned again after a crash of the machine.
     """
     with folder.naming():
         last = _last_given(folder)

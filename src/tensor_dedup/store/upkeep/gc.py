@@ -57,7 +57,7 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """The number of bytes that are freed at once.
+        """The number of bytes that are freed immediately.
 
         Files that were moved to the trash are freed when their grace period has ended.
         """
@@ -88,7 +88,7 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 class NeededPieces:
     """The containers that garbage collection must keep.
 
-    `anchors` has the digests of the pieces that deltas in these containers are based on.
+    `anchors` has the digests of the pieces against which pieces in use are stored as deltas.
     """
 
     containers: set[ContainerId]
@@ -100,7 +100,7 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
 
     `containers` has the readable records of each container. The choice follows these rules:
 
-    - Of a piece that is stored several times, one copy is kept, in the container with the most live
+    - If a piece is stored several times, one copy is kept, in the container with the most live
       bytes.
     - If that copy is a delta, the pieces it is encoded against are kept, too.
     - External containers, which index files outside the store, are kept only for pieces that no
@@ -130,18 +130,18 @@ def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
 
 
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
-    """Return how many bytes the unused pieces take in the containers that must stay.
+    """Return how many bytes unused pieces take in the containers that `keep` names.
 
-    `keep` has these containers.
+    External containers, which index files outside the store, do not count.
     """
     used = found.live.keys() | keep.anchors
     return sum(record.stored for record in held_in(found, keep) if record.digest not in used)
 
 
 def held_in(found: Inventory, keep: NeededPieces) -> Iterator[Record]:
-    """Yield the undamaged records in the containers that must stay, which `keep` has.
+    """Yield the undamaged records in the containers that `keep` names.
 
-    External containers are left out.
+    External containers, which index files outside the store, are left out.
     """
     own = (container for container in keep.containers if container.kind != EXTERNAL)
     return (record for container in own for record in found.good(container))
@@ -168,13 +168,13 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
 
 
 def refuse_unless_certain(found: Inventory) -> None:
-    """Check that everything in the store is readable and that no live piece is lost.
+    """Check that everything in the store is readable and that no piece in use is lost.
 
     `found` is the inventory of the store.
 
     Raises:
-        UnfitForCollectionError: A file cannot be read, or a piece is lost. The error names the
-            first.
+        UnfitForCollectionError: A file cannot be read, or a piece is lost. The message names the
+            first such file or piece.
     """
     if found.problems:
         problem = found.problems[0]
@@ -200,7 +200,8 @@ def refuse_unless_certain(found: Inventory) -> None:
 def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None) -> GcPlan:
     """Return the plan of a garbage collection. Call it inside `with locks.sweep(...):`.
 
-    `found` is a current inventory of the store. Without it, the inventory is taken.
+    Files that have been in the trash or the quarantine for `grace_hours` are to be deleted. `found`
+    is a current inventory of the store; if it is None, an inventory is taken.
 
     Raises:
         UnfitForCollectionError: It is uncertain what is in use.
@@ -234,8 +235,7 @@ def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None
 def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcPlan:
     """Delete all unused files at once. Files already in the trash keep their grace period.
 
-    Most metadata is read before the store is locked exclusively. Under the lock, only changed
-    metadata is read again. `check` is called under the lock before anything is deleted; if it
+    `check` is called under the exclusive lock of the store, before anything is deleted. If it
     raises, nothing is deleted.
 
     Raises:
@@ -253,7 +253,8 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     """Carry out `plan`; return it with the files that were deleted.
 
-    Call it inside the `with locks.sweep(...):` in which the plan was made.
+    With a `grace_hours` of 0, files that the plan moves to the trash are deleted, too. Call it
+    inside the `with locks.sweep(...):` in which the plan was made.
     """
     layout, files = objects.layout, objects.files
     if plan.trash or plan.delete:

@@ -37,11 +37,11 @@ class Inventory:
 
     - `manifests` maps each checkpoint with a readable reference to its manifest's name.
     - `live` maps the digest of each piece that a reference leads to, to the size of the piece.
-    - `users` maps the digest of each such piece to the checkpoints and tensors that use it.
-    - `objects` has the names of all manifests and pages that references lead to. `absent` has those
-      of them that cannot be read.
+    - `users` maps the digest of each piece in `live` to the checkpoints and tensors that use it.
+    - `objects` has the names of all manifests and pages that references lead to.
+    - `absent` has the names in `objects` whose files cannot be read.
     - `tables` maps each container with a readable table to that table.
-    - `bad` maps each of these containers to the offsets of its damaged pieces.
+    - `bad` maps each container in `tables` to the offsets of its damaged pieces.
     - `changed` maps external containers to their files, if the files were modified. All pieces of
       these containers count as damaged.
     - `problems` lists the files that cannot be read.
@@ -93,9 +93,9 @@ class Inventory:
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """Return the live pieces of which only files outside the store have intact copies.
+        """Return the live pieces with only damaged copies in the store, and intact ones outside it.
 
-        The result maps their digests to their sizes. The copies in the store are damaged.
+        The result maps their digests to their sizes.
         """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
@@ -110,7 +110,7 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def missing_bases(self, digest: bytes) -> list[bytes]:
-        """Return the pieces that are missing to decode the deltas stored for the piece `digest`."""
+        """Return the digests of the missing pieces that deltas of the piece `digest` need."""
         anchors = self.anchors()
         records = (r for container in self.tables for r in self.good(container))
         return [
@@ -123,10 +123,10 @@ class Inventory:
         return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
-        """Return the missing anchors: the pieces against which lost pieces are stored as deltas.
+        """Return the digests of the missing pieces that are needed to decode lost pieces.
 
-        If the anchors are restored, the lost pieces are readable again. An anchor need not be a
-        piece of any checkpoint.
+        If these pieces are restored, the lost pieces that need them are readable again. The missing
+        pieces need not belong to any checkpoint.
         """
         lost, anchors = self.lost(), self.anchors()
         return {
@@ -163,8 +163,8 @@ def catch_up(objects: Objects, found: Inventory) -> Inventory:
     """Bring the inventory `found` up to date and return it.
 
     Call it inside `with locks.sweep(...):`. Immutable files that were read already are not read
-    again. Pieces of checkpoints that were deleted since then still count as live. If a live piece
-    is lost or a file cannot be read, the whole inventory is taken again.
+    again. If checkpoints were deleted since the inventory was taken, their pieces still count as
+    live. If a live piece is lost or a file cannot be read, a new inventory is taken.
     """
     bad = set(objects.bad_containers())
     known = {

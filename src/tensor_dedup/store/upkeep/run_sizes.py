@@ -46,12 +46,13 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a step added to its run: tensors that no earlier step had, and their bytes.
+    """What a step added to its run: the tensors that no earlier step had. Sizes are in bytes.
 
-    `nbytes` is the size of the whole step, and `new_bytes` is the size of its new tensors.
-    `stored_bytes` is the space that the new tensors take on disk. It includes the bases they are
-    encoded against, unless an earlier step needed these. `dedup_ratio` is as in RunStats, for the
-    steps up to this one.
+    - `nbytes` is the size of the whole step, and `new_bytes` the size of its new tensors.
+    - `stored_bytes` is the space that the new tensors take on disk. Pieces that they are encoded
+      against (bases) are included if no earlier step needed them.
+    - `dedup_ratio` is the number of distinct tensors divided by the number of all tensors, in the
+      steps up to this one.
     """
 
     step: int
@@ -80,8 +81,8 @@ class RunCost:
     - `store_bytes` is the size of all files of the store, with metadata, unused files and the
       trash.
 
-    The first two include the bases that deltas are encoded against. Pieces that are only in files
-    indexed in place count nothing.
+    `unique_bytes` and `shared_bytes` include the pieces that deltas are encoded against. Pieces
+    that are only in files indexed in place do not count.
     """
 
     reclaimable_bytes: int
@@ -102,9 +103,9 @@ class RunCost:
 
 @dataclass(frozen=True, slots=True)
 class TensorChanges:
-    """In how many steps of a run a tensor changed from the step before, and in how many not.
+    """The number of steps in which a tensor changed, and in which it stayed identical.
 
-    A step counts only if the step before also has a tensor of this name.
+    Each step is compared with the step before. It counts only if both have a tensor of this name.
     """
 
     name: str

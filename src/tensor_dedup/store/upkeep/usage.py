@@ -30,14 +30,14 @@ class Usage:
     """The disk usage of a checkpoint, or of a run with all its steps. All sizes are in bytes.
 
     - `nbytes` is the size of an export.
-    - `unique_bytes` is the size on disk of the pieces that only this checkpoint needs. It includes
-      the bases that deltas are encoded against.
-    - `shared_bytes` is the size on disk of the pieces that others need, too.
-    - `encoding_saves_bytes` is how much encoding saves on all these pieces.
+    - `unique_bytes` is the size on disk of the pieces that only this checkpoint or run needs. It
+      includes the pieces that deltas are encoded against.
+    - `shared_bytes` is the size on disk of the pieces that other checkpoints or runs need, too.
+    - `encoding_saves_bytes` is how many bytes the encoding of its pieces saves.
     - `external_bytes` is the size of the pieces in files indexed in place.
     - `imported_at` is in seconds since 1970. For a run, it is the time of the last save.
-    - `reclaimable_bytes` is what `gc` frees after a deletion: whole containers, and the manifests
-      and references. It is None while the store is damaged, because `gc` then deletes nothing.
+    - `reclaimable_bytes` is what `gc` would free if the checkpoint or run were deleted. It is None
+      while the store is damaged, because `gc` then deletes nothing.
     - `damage` says what cannot be read, or is None.
     """
 
@@ -65,9 +65,9 @@ class Usage:
 class StoreUsage:
     """The disk usage of all checkpoints and runs, by name, and the totals. All sizes are in bytes.
 
-    `unique_bytes` is the sum over all checkpoints and runs. `shared_bytes` and `external_bytes`
-    count each piece once. `disk_bytes` is the size of all files of the store, with metadata, unused
-    files and the trash.
+    - `unique_bytes` is the sum of the `unique_bytes` of all checkpoints and runs.
+    - `shared_bytes` and `external_bytes` count each piece once.
+    - `disk_bytes` is the size of all files of the store, with metadata, unused files and the trash.
     """
 
     checkpoints: tuple[Usage, ...]

@@ -49,8 +49,8 @@ class Scrubber:
     def wrong(self, handle: Handle, records: Sequence[Record]) -> "list[BadRecord]":
         """Return those of `records` whose stored or decoded bytes are wrong or cannot be read.
 
-        `handle` is the file that holds the pieces. If the base of a delta cannot be read, only the
-        stored bytes of the delta are checked.
+        `handle` is the file that holds the pieces. If a piece that a delta is encoded against
+        cannot be read, only the stored bytes of the delta are checked.
         """
         bases = {base for record in records for base in record.bases}
         with StoredPieces(self._objects, self._index, bases) as pieces:
@@ -164,7 +164,8 @@ class VerifyResult:
 class Level:
     """How much data is verified: a share of the pieces, from 0 (none) to 1 (all).
 
-    The share 1 includes the padding. `seed` makes the choice of the pieces repeatable.
+    With a share of 1, the padding between pieces is checked, too. `seed` makes the choice of the
+    pieces repeatable.
     """
 
     share: float

@@ -92,8 +92,8 @@ class Fresh:
     """A piece in memory to write: its bytes, change hash, digest and leaf digests.
 
     If `private` is True, no other code writes to the memory. Otherwise the bytes are checked again
-    while they are written, and `leaf_changes` has the change hash of each leaf. A change hash is a
-    fast hash that only shows whether bytes changed (see `hashing`).
+    when they are written, and `leaf_changes` has the change hash of each leaf. A change hash is a
+    fast hash that only shows whether bytes changed.
     """
 
     name: str
@@ -170,8 +170,8 @@ class ContainerWriter:
     def put(self, piece: Fresh) -> None:
         """Append a piece from memory.
 
-        A large piece is written in the background. Its memory must stay unchanged until the
-        container is sealed. If it changes before, the error may come from `seal` instead.
+        A large piece is written in the background. Its memory must not change before `seal` or
+        `finish` returns. If it does, the error may be raised there instead.
 
         Raises:
             ChangedModelError: The piece has changed since it was hashed.
@@ -235,7 +235,11 @@ class ContainerWriter:
     def finish(self) -> ContainerId | None:
         """Write the table and make the container durable under its name; return its identity.
 
-        If the container is empty, delete its file and return None. Raises the errors of `seal`.
+        If the container is empty, delete its file and return None.
+
+        Raises:
+            ChangedModelError: A piece that was written in the background has changed since it was
+                hashed.
         """
         sealed = self.seal()
         if sealed is None:
@@ -377,7 +381,7 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     Small pieces come first, then large ones. Several threads hash the large pieces, in advance.
 
     Raises:
-        ChangedModelError: A piece no longer has its change hash.
+        ChangedModelError: A piece no longer has the change hash that is its key in `wanted`.
     """
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():
@@ -464,8 +468,8 @@ def index_in_place(
 ) -> ContainerId:
     """Create an external container: a durable table of a file that stays where it is.
 
-    `hashed` has the hashes of the file's segments. `status` is the status that the file had both
-    before and after it was hashed.
+    `hashed` has the hashes of the file's segments. `status` is the status of the file, which must
+    have been the same before and after the file was hashed.
     """
     origin = ExternalFile.of(file.path.absolute(), status)
     records = _records(file.segments, hashed)
@@ -477,7 +481,7 @@ def index_in_place(
 def hash_copy(
     hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: ProgressListener | None
 ) -> list[Hashed]:
-    """Return the hashes of each of `segments` in an open file."""
+    """Return the hashes of `segments` of an open file, in order."""
     ranges = [Range(segment.start, segment.nbytes) for segment in segments]
     return hasher.hash(handle, ranges, progress=progress)
 

@@ -57,10 +57,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A stored piece that others are stored against.
+    """A stored piece that other pieces are stored against.
 
     `leaves` has its concatenated leaf digests. `pieces` reads its bytes. If `pieces` is None, the
-    anchor cannot be read, and only leaves shared with it can be used.
+    anchor cannot be read; new pieces can share its leaves, but cannot be encoded against it.
     """
 
     digest: bytes
@@ -82,10 +82,10 @@ class Anchor:
         return are_leaves(self.nbytes, start, start + nbytes)
 
     def in_common(self, leaves: bytes) -> tuple[bool, ...]:
-        """Return for each leaf of another piece whether the anchor has the same leaf there.
+        """Return for each leaf of a new piece whether the anchor has an equal leaf there.
 
-        `leaves` has the concatenated leaf digests of the other piece. A leaf is the same if digest
-        and offset are equal.
+        `leaves` has the concatenated leaf digests of the new piece. Only leaves at the same offset
+        are compared.
         """
         ours = (self.leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
         theirs = (leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
@@ -96,10 +96,12 @@ class Anchor:
 class Plan:
     """A plan for storing a new piece: by which codec, and against which anchor.
 
-    `common` says for each leaf whether it equals the anchor's leaf. Equal leaves are left out. The
-    other leaves are encoded by the codec, or stored unencoded if there is no codec or it saves too
-    little. If `held` is not None, these leaves become separate pieces instead, and `held` has the
-    numbers of those that are stored already.
+    `common` says for each leaf whether the anchor has an equal leaf. Equal leaves are not stored
+    again. The leaves that differ are stored in one of two ways:
+
+    - If `held` is None, they are stored within the piece, each encoded if the codec saves enough.
+    - Otherwise, they become separate pieces. `held` has the numbers of the leaves that are stored
+      as separate pieces already.
     """
 
     choice: "CodecChoice | None"
@@ -135,7 +137,7 @@ class Plan:
         return None if self.anchor is None else self.anchor.digest
 
     def has_leaf(self, start: int) -> bool:
-        """Return whether the leaf at offset `start` is left out because the anchor has it, too."""
+        """Return whether the leaf at `start` is left out because the anchor has an equal leaf."""
         return bool(self.common) and self.common[start // LEAF_BYTES]
 
 
@@ -149,9 +151,9 @@ def plan_of(
     """Return a plan for storing a piece, or None to store it unencoded.
 
     `choice` is the codec chosen for the piece, and `anchor` is the anchor to store it against;
-    either may be None. `leaves` has the leaf digests of the piece. If `held` is given, leaves that
-    differ from the anchor's become separate pieces, which later steps can share. If the codec makes
-    these leaves much smaller, they are encoded instead.
+    either may be None. `leaves` has the leaf digests of the piece. `held` is a search for leaves
+    that are stored already. With it, the plan may store leaves that differ from the anchor's as
+    separate pieces, which later steps can share. It does not if the codec makes them much smaller.
     """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
     if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
@@ -171,10 +173,10 @@ def _is_cheap(choice: "CodecChoice") -> bool:
 
 
 def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
-    """Return an anchor for pieces that resemble the piece `digest`, or None if there is none.
+    """Return an anchor for new pieces that resemble the piece `digest`, or None if there is none.
 
-    An anchor is a piece against which others can be encoded. It is the piece `digest`, or else the
-    piece that this one is encoded against.
+    An anchor is a stored piece against which other pieces can be encoded. It is the piece `digest`
+    itself or, if that piece is encoded against another piece, that other piece.
     """
     found = pieces.anchor(digest)
     records = [] if found is None else pieces.records(found)
@@ -190,9 +192,9 @@ def own_bytes(plan: Plan, nbytes: int) -> int:
 
 
 def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
-    """Return whether a tenth of a piece of `nbytes` is saved by leaving out leaves alone.
+    """Return whether leaving out leaves by `plan` saves a tenth of a piece of `nbytes`.
 
-    These are the leaves that `plan` leaves out because the anchor has them.
+    What a codec saves is not counted.
     """
     if not plan.by_leaf:
         return False
@@ -201,10 +203,10 @@ def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
 
 
 class LeafSharing:
-    """A search for stored pieces that share leaves with new pieces.
+    """A search for stored pieces that share leaves with new pieces. Use it from one thread.
 
-    A shared leaf has the same offset in both pieces; names and shapes do not matter. Use it inside
-    `with locks.session(...):`. Use it from one thread, and close it.
+    A shared leaf has the same offset in both pieces; names and shapes do not matter. Use the search
+    inside `with locks.session(...):`, and close it afterwards.
     """
 
     def __init__(
@@ -226,12 +228,12 @@ class LeafSharing:
     def find(
         self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
     ) -> dict[bytes, Anchor]:
-        """Return the anchor that shares the most leaves with each new piece, by the piece's digest.
+        """Map the digest of each new piece to the stored piece that shares the most leaves with it.
 
-        `wanted` has the hashes and the size of each piece. A piece is left out if sharing would
-        save less than a tenth of it. With `parts`, leaves that are stored already as separate
-        pieces also count as saved. With `readable`, the bytes of the anchors can be read until the
-        next call.
+        `wanted` has the hashes and the size of each new piece. If sharing would save less than a
+        tenth of a new piece, the result has no entry for it. If `parts` is True, leaves that are
+        already stored as separate pieces count as saved, too. If `readable` is True, the bytes of
+        the anchors found can be read until the next call of `find` or `close`.
         """
         self.close()
         found = {}
@@ -246,11 +248,11 @@ class LeafSharing:
         return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
 
     def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
-        """Return the numbers of the leaves that are already stored as separate pieces.
+        """Return the numbers of a new piece's leaves that are already stored as separate pieces.
 
-        Only leaves that differ from the anchor's leaves are looked up. `leaves` has the
-        concatenated leaf digests of a new piece of `nbytes`, which is stored by `plan`. Leaves that
-        are only stored as deltas against another piece do not count.
+        The new piece has `nbytes` and the concatenated leaf digests `leaves`, and is to be stored
+        by `plan`. Only leaves that differ from the leaves of the plan's anchor are looked up. A
+        leaf that is stored only as a delta against another piece does not count.
         """
         key = leaves, plan.base
         if key not in self._held:
@@ -309,9 +311,9 @@ class LeafSharing:
 class EncodedWriter(ContainerWriter):
     """A writer for a container of encoded pieces (delta), from files and from memory.
 
-    It is used and ended like a ContainerWriter. `tensors` counts the tensors encoded from files,
-    and `saved_bytes` is the space that their encoding saved. `leaf_shared_bytes` is the total size
-    of the leaves left out because an anchor has them.
+    Use it from one thread. End it with `finish`, `seal` or `abandon`. `tensors` counts the tensors
+    encoded from files, and `saved_bytes` is the space that their encoding saved.
+    `leaf_shared_bytes` is the total size of the leaves left out because an anchor has them.
     """
 
     def __init__(
@@ -336,8 +338,8 @@ class EncodedWriter(ContainerWriter):
         """Encode a piece of the open file `source` and store it; return its stored size.
 
         If encoding does not save enough or the anchor cannot be read, store nothing and return
-        None. `leaves` has the concatenated leaf digests of the piece. Each thread holds one leaf in
-        memory, and calls `before_leaf` before each leaf. If that raises, the encoding stops.
+        None. `leaves` has the concatenated leaf digests of the piece. The threads call
+        `before_leaf` before each leaf; if it raises, the encoding stops.
 
         Raises:
             ChangedFileError: The piece no longer has its leaf digests.
@@ -409,10 +411,10 @@ class EncodedWriter(ContainerWriter):
                 yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
     def put_by_leaf(self, piece: Fresh, plan: Plan) -> int:
-        """Store a piece in memory, without the leaves that `plan` leaves out.
+        """Store a piece from memory, without the leaves that `plan` leaves out.
 
-        Return the number of bytes written. The other leaves are stored unencoded, or as separate
-        pieces if the plan says so.
+        The other leaves are stored unencoded, or as separate pieces if the plan says so. Return the
+        number of bytes written.
 
         Raises:
             ChangedModelError: A leaf has changed since it was hashed.
@@ -452,7 +454,7 @@ class EncodedWriter(ContainerWriter):
         return len(head) + written
 
     def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
-        """Encode a piece that has a single leaf, in this thread; return its stored size.
+        """Encode and store a piece of a single leaf, in this thread; return its stored size.
 
         If encoding does not save enough, store nothing and return None.
 
@@ -487,10 +489,10 @@ class EncodedWriter(ContainerWriter):
 
 
 class PartsWriter:
-    """A writer that stores leaves of pieces in memory as separate pieces, each once.
+    """A writer that stores single leaves of pieces in memory as separate pieces, each once.
 
-    Large leaves go to containers for such leaves only, because later steps may need them long after
-    other pieces of this step are deleted. Small leaves go to the step's pack.
+    Later steps may need such a leaf long after the rest of this step is deleted. Large leaves
+    therefore go to containers for such leaves only. Small leaves go to the step's pack.
     """
 
     def __init__(
@@ -561,11 +563,14 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 
 
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode `data`, a leaf that differs from the anchor's, and check that it can be decoded.
+    """Encode the leaf `data` by `plan`, and check that it can be decoded; return its stored form.
 
-    `first` is the offset of the leaf in its piece. With `plan.by_leaf`, the leaf is returned
-    unencoded if the check fails or the codec saves too little. Without it, the result is None if
-    the check fails.
+    `first` is the offset of the leaf in its piece. If the check fails, the result depends on the
+    plan: if `plan.by_leaf` is True, it is the unencoded leaf, and otherwise None. With
+    `plan.by_leaf`, the leaf is also stored unencoded if the codec saves too little.
+
+    Raises:
+        CorruptTensorError, MissingObjectError: The anchor's leaf cannot be read.
     """
     if plan.choice is None:
         return wrap(AS_IT_IS, data)

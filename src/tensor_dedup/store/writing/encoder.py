@@ -1,10 +1,12 @@
 """Encoding of imported tensors: the choice of tensors, codecs and bases (`--compress auto`).
 
 The choices are made by measurement on samples. A base is a stored tensor that a new tensor is
-encoded against. If a stored tensor shares at least half of the leaves of a new one, it is the base.
-Otherwise, the base comes from one checkpoint for all tensors: the one that the caller names, or
-else the one whose tensors differ in the fewest bits from the largest new tensors. If no tensor of
-that checkpoint fits, a stored tensor that shares fewer leaves can be the base.
+encoded against. It is the first of these that exists:
+
+1. a stored tensor that shares at least half of the leaves of the new tensor
+2. a tensor of the same dtype and size in the base checkpoint, which the caller names; by default,
+   it is the checkpoint whose tensors differ in the fewest bits from the largest new tensors
+3. a stored tensor that shares fewer leaves
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,9 +131,9 @@ class Encoder:
     ) -> Plan | None:
         """Return a plan for encoding a tensor of an open file, or None to store it unencoded.
 
-        `part` is the place of the tensor in the file, and `hashed` has its hashes. `prefix`
-        precedes the tensor's name to give its name in the checkpoint. `alike` is an anchor (a piece
-        to store others against) that shares leaves with the tensor, if one was found.
+        `part` is the place of the tensor in the file, and `hashed` has its hashes. The tensor's
+        name in the checkpoint is `prefix` followed by its name in the file. `alike` is a stored
+        piece that shares leaves with the tensor, if one was found.
         """
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
@@ -204,9 +206,9 @@ def samples_by_leaf(
     `read(start, stop)` returns bytes of the piece, which has `nbytes` and the concatenated leaf
     digests `leaves`. `size` is the size of a sample in bytes.
 
-    Leaves without a counterpart in the anchor (a leaf of the same size at the same offset) are
-    sampled only if none of the differing leaves has one. Their samples have no base. The base of
-    other samples is the bytes of the counterpart.
+    A counterpart of a leaf is a leaf of the anchor with the same size and offset. If any of the
+    differing leaves have one, only these leaves are sampled, and each sample's `base` has the bytes
+    of the counterpart. Otherwise, all differing leaves may be sampled, and `base` is None.
     """
     own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
     beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]
@@ -222,9 +224,10 @@ def samples_by_leaf(
 
 
 def element_width(dtype: str | None) -> int:
-    """Return the size in bytes of an element of type `dtype`.
+    """Return the size in bytes of the numbers to encode in a tensor of type `dtype`.
 
-    The result is 1 if the size is unknown or not a whole number of bytes.
+    For complex numbers (C64), it is the size of one component. If the size is unknown or not a
+    whole number of bytes, the result is 1.
     """
     if dtype == "C64":
         return 4

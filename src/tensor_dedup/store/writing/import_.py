@@ -82,8 +82,8 @@ class ImportListener(Protocol):
     ) -> None:
         """Receive the digests of a file's tensors and leaves, by (start, nbytes). Must not raise.
 
-        `fd` is the open file. It had the status `before` when hashing began, and it still has this
-        status. `began_ns` is the time at which hashing began, in ns since 1970.
+        `fd` is the open file. `before` is its status, which did not change while it was hashed.
+        `began_ns` is the time at which hashing began, in ns since 1970.
         """
 
 
@@ -100,15 +100,16 @@ class NullListener:
 class ImportResult:
     """The result of an import. All sizes are in bytes and count headers, tensors and small files.
 
-    - `new_bytes` is the size of what the store did not have.
-    - `known_bytes` is the size of what the store had already, or what occurred twice.
-    - `leaf_shared_bytes` is the part of `new_bytes` in leaves shared with stored tensors. It takes
-      no space.
-    - `stored_bytes` is what the import added to the disk, with metadata.
+    - `new_bytes` is the size of the pieces that the store did not have.
+    - `known_bytes` is the size of the pieces that the store had already, or that occurred twice.
+    - `leaf_shared_bytes` is the part of `new_bytes` that took no space, because stored tensors
+      have the same leaves.
+    - `stored_bytes` is the space that the import took on disk, with metadata.
     - `encoded_tensors` is the number of encoded tensors, and `saved_bytes` is what encoding saved.
-    - `base` is the name of the checkpoint whose tensors new ones are encoded against, or None.
-    - `external_bytes` is the size of what was indexed in place.
-    - `unchanged` is True if the name held the same files before, so that nothing was written.
+    - `base` is the name of the checkpoint against which new tensors could be encoded. It is None if
+      there was no such checkpoint, or no tensor was encoded.
+    - `external_bytes` is the size of the files that were indexed in place.
+    - `unchanged` is True if the checkpoint had the same files before, so nothing was written.
     """
 
     name: str
@@ -392,11 +393,11 @@ def import_source(
 ) -> ImportResult:
     """Store the checkpoint `source` and commit it as `name`, atomically.
 
-    Call it inside `with locks.session(...):`. `check_name` is called just before the name changes,
-    while the lock for changing references is held; if it raises, the name stays as it was. With
-    `in_place`, weights stay where they are and are indexed there, but other files are stored. With
-    `compress`, tensors are stored encoded where that saves space. They may be encoded against the
-    checkpoint `base` or, without it, the most similar checkpoint.
+    Call it inside `with locks.session(...):`. With `in_place`, weights stay where they are and are
+    indexed there, but other files are stored. With `compress`, tensors are stored encoded where
+    that saves space. They may be encoded against the checkpoint `base` or, if it is None, the most
+    similar checkpoint. `check_name` is called just before the name changes, while the lock for
+    changing references is held. If `check_name` raises, the name stays as it was.
 
     Raises:
         NameTakenError: The name holds another checkpoint, and `replace` is False.
@@ -537,9 +538,9 @@ def expected_manifest(
 ) -> str:
     """Return the name of the manifest that importing `source` would make.
 
-    `known(path, fd)` returns the known digests of an open file, as a mapping from (start, nbytes)
-    to digests. They are trusted, and ranges without a known digest are hashed. Use the result only
-    to decide whether to import again.
+    `known(path, fd)` returns the digests that the caller knows of an open file, as a mapping from
+    (start, nbytes) to digests. They are trusted; other parts of the file are hashed. Use the result
+    only to decide whether to import again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

@@ -89,10 +89,11 @@ class PieceTable:
 
 
 class PageState:
-    """A stored page of a manifest (a list of pieces): its rows, its name, and its file's size.
+    """A stored page of a manifest, which lists pieces.
 
-    `held` maps the change hashes of the page's pieces to the stored pieces. `weights` has the total
-    size of the small pieces, by the containers needed to read them.
+    - `rows` are the listed pieces, `name` is the page's name, and `file_bytes` its size on disk.
+    - `held` maps the change hashes of the pieces to the stored pieces.
+    - `weights` maps tuples of containers to the total size of the small pieces read from them.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -123,7 +124,7 @@ class PageState:
 class LastStep:
     """The step saved last: its pages, and the files of the containers that hold its pieces.
 
-    `manifest` is the name of the manifest to which its checkpoint `name` referred.
+    `name` is the name of the step's checkpoint, and `manifest` is the name of its manifest.
     """
 
     pages: list[PageState] = field(default_factory=list)
@@ -136,7 +137,7 @@ class LastStep:
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
-        """Return the pieces that can be read from the containers `alive` alone, by change hash."""
+        """Map change hashes to the pieces that can be read from the containers in `alive` alone."""
         found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
@@ -150,7 +151,7 @@ class LastStep:
         return {name: known.digest for name, known in named if name and not known.small}
 
     def moved(self, change: "Rewritten") -> "LastStep":
-        """Return the same step after a container was replaced: its pieces have their new places.
+        """Return this step with the new places of its pieces after `change` replaced a container.
 
         If the step does not use the replaced container, it is returned as it is.
         """
@@ -172,11 +173,13 @@ class LastStep:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A replacement of a container by others. `places` maps digests of pieces to new places.
+    """A replacement of a container by other containers.
 
-    `gone` is the replaced container. `deltas` maps the digest of each piece that is now stored as a
-    delta to the digest of its anchor. `files` has the path and size of each container needed to
-    read the pieces.
+    - `gone` is the replaced container.
+    - `places` maps the digest of each piece to the containers now needed to read it.
+    - `files` maps these containers to the paths and sizes of their files.
+    - `deltas` maps the digest of each piece that is now encoded against another piece to the digest
+      of that other piece.
     """
 
     gone: ContainerId
@@ -190,8 +193,9 @@ def nearest(
 ) -> Places:
     """Return the containers needed to read a piece, which has copies at `places`.
 
-    A copy that needs no anchor is preferred. `under` has the locations of the pieces that the
-    copies are encoded against. If such a piece is missing for every copy, the result is empty.
+    A copy that is not encoded against other pieces is preferred. `under` maps the digests of such
+    other pieces to their locations. If no copy can be decoded because such pieces are missing, the
+    result is empty.
     """
     for place in places:
         if place.base is None:
@@ -210,8 +214,8 @@ def nearest(
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
     """Return the containers whose small pieces should be rewritten into a common container.
 
-    `held` has, for each small piece, the containers needed to read it and its size. If nothing is
-    to be merged, the result is empty.
+    `held` has, for each small piece, the containers needed to read the piece, and its size. If no
+    containers should be merged, the result is empty.
     """
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
@@ -225,10 +229,10 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
 
 
 class AnchorMemory:
-    """A cache of decoded leaves of anchors, between the saves of a run. Safe from any thread.
+    """A cache of decoded leaves, kept between the saves of a run. Safe from any thread.
 
-    An anchor is a stored piece that others are stored against. The cache holds up to `most_bytes`.
-    When it is full, no more leaves are added.
+    The leaves are those of anchors, the stored pieces that others are stored against. The cache
+    holds up to `most_bytes`. When it is full, no more leaves are added.
     """
 
     def __init__(self, most_bytes: int = _MOST) -> None:

@@ -49,9 +49,9 @@ class Segment:
 class ImportFile:
     """A file to import: its path, its relative path in the checkpoint, and its segments.
 
-    `weights` is True for a file of tensors. The names of its tensors in the checkpoint begin with
-    `prefix`; their names in the file lack it. `aliases` has pairs of an additional name of a tensor
-    and its first name. `links` limits where symbolic links may lead.
+    `weights` is True for a file of tensors. A tensor's name in the checkpoint is `prefix` followed
+    by its name in the file. `aliases` has pairs of names of a tensor: an additional name, then the
+    first name. `links` limits where symbolic links may lead.
     """
 
     path: Path
@@ -99,8 +99,8 @@ def read_source(files: Files, path: Path, *, follow_links: bool = False) -> Impo
     """Return the files to import for the checkpoint at `path`. Only headers and names are read.
 
     If `path` is a folder, its other files (config, tokenizer, indexes) are included. Hidden files
-    are left out, as are weights that `open_checkpoint` does not choose. Symbolic links are treated
-    as in `open_checkpoint`, whose errors are raised.
+    and weights that `open_checkpoint` does not choose are left out. `follow_links` allows symbolic
+    links to lead anywhere. Raises the errors of `open_checkpoint`.
     """
     checkpoint = open_checkpoint(path, follow_links=follow_links)
     status = files.status(checkpoint.path)
@@ -186,10 +186,10 @@ def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFil
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
-    """Cut the file with this header into segments, in order.
+    """Cut the file with this header into segments, in order. They cover the whole file.
 
-    The segments are the tensors and, without a name, the bytes between them. They cover the whole
-    file.
+    Each tensor is a segment. So is each range of bytes before, between and after tensors, which
+    has no name.
     """
     found: list[Segment] = []
     at = 0

@@ -75,8 +75,8 @@ class Transaction(ABC):
     def own(self, writer: _Writer) -> _Writer:
         """Make a container writer part of this change, and return it.
 
-        `OrderedTransaction.commit` or `BatchTransaction.seal` completes its container. A container
-        that was not completed is deleted at the end.
+        Its container is completed by `OrderedTransaction.commit` or `BatchTransaction.seal`. If it
+        was not completed, it is deleted at the end.
         """
         self._writers.append(writer)
         self._undo.callback(writer.abandon)
@@ -139,10 +139,10 @@ class OrderedTransaction(Transaction):
         self.containers.append(container)
 
     def settle(self, containers: Iterable[ContainerId]) -> None:
-        """Make the names of those `containers` durable that this transaction did not add.
+        """Make the names of `containers` durable, except those that this transaction added.
 
-        The processes that created them may have died before they synced the folder. Call it for all
-        containers that the new manifest relies on, after their last look-up.
+        Another process that created a container may have died before it synced the folder. Pass all
+        containers that the new manifest relies on, after they were looked up for the last time.
         """
         layout, files = self._objects.layout, self._objects.files
         others = {*containers} - {*self.containers}
@@ -293,8 +293,8 @@ class PublishBatch:
     def write(self, blob: bytes, target: Path | None) -> Path:
         """Write a new file with the content `blob` and add it to the batch; return its path.
 
-        The path is a temporary one until `publish` moves the file to `target`. If `target` has this
-        content already, it is kept, and its path is returned.
+        The path is temporary. If `target` is not None, `publish` moves the file there. If the file
+        `target` has this content already, no file is written, and `target` is returned.
         """
         files = self._objects.files
         if target is not None and self._objects.holds(target, blob):

@@ -61,7 +61,7 @@ class PieceSource(Protocol):
     """The source of a copy: a store (`StoredPieces`) or a remote. Safe from any thread."""
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the containers and records of all copies of a piece, without reading them."""
+        """Return the containers and records of the known copies of a piece. Nothing is read."""
 
     def records(self, digest: bytes) -> list[Record]:
         """Return the entries for a piece in the tables of containers, one for each copy.
@@ -89,7 +89,7 @@ class Transfer:
     """A copy of a checkpoint into a store. Use it from one thread, as a context manager.
 
     Call `missing`, `send` the pieces that it returns, then `publish` the name. Without `publish`,
-    the sent pieces remain as unused files at most. Use it inside `with locks.session(...):`.
+    only unused files remain. Use the transfer inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class Transfer:
         self._undo.close()
 
     def missing(self, wanted: Mapping[bytes, int], *, gather: bool = True) -> list[bytes]:
-        """Return the digests of the pieces that are missing in the store and have to be sent.
+        """Return the digests of the pieces to send, which are those that the store does not have.
 
-        `wanted` maps the digests of the checkpoint's pieces to their sizes; the result is in its
-        order. With `gather`, small pieces that are scattered over too many containers are sent
-        again, to be stored together.
+        `wanted` maps the digests of the checkpoint's pieces to their sizes, and gives the order of
+        the result. With `gather`, small pieces that are scattered over too many containers are
+        included, so that they are stored together.
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
@@ -144,8 +144,9 @@ class Transfer:
     def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
         """Announce pieces to send that the checkpoint does not list, but needs for decoding.
 
-        `sizes` maps their digests to their sizes. `parts` are those that are separately stored
-        leaves of other pieces; they get containers of their own.
+        `sizes` maps the digests of these pieces to their sizes. `parts` are the digests of pieces
+        that consist of a single leaf of another piece. Unless they are small, they go to containers
+        for such pieces only.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 
@@ -189,7 +190,7 @@ class Transfer:
 
         `manifest` is the name of its manifest. `blobs` has the frames of the manifest and its pages
         by name, pages first. `check_name` is called just before the name changes, while the lock
-        for changing references is held; if it raises, the name stays as it was.
+        for changing references is held. If `check_name` raises, the name stays as it was.
 
         Raises:
             LostHitError: A piece that was in the store is gone.

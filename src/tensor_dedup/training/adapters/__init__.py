@@ -97,7 +97,8 @@ def by_name(name: str) -> ModelAdapter:
 def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
     """Return the chunks of `model` in order, from the adapter's method `chunks` or `extract`.
 
-    If the adapter has both methods, `chunks` is used, unless a subclass overrides only `extract`.
+    If the adapter has both methods, `chunks` is used. But if a subclass of an adapter overrides
+    only `extract`, then `extract` is used.
     """
     for kind in type(adapter).__mro__:
         if "chunks" in vars(kind):

@@ -69,9 +69,9 @@ def restored(stored: Any, wire: Wire) -> Any:
 
 
 def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
-    """Set the padding bytes between the fields of records in `rows` to zero.
+    """Set the padding bytes between the fields of records to zero.
 
-    Padding bytes have undefined content.
+    Each row of `rows` has the bytes of one record with the dtype `dtype`.
     """
     for start, stop in _gaps(dtype):
         rows[..., start:stop] = 0

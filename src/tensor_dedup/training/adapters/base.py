@@ -47,9 +47,9 @@ class ModelAdapter(Protocol):
 
     An adapter may also have a method `chunks(model)`, which returns an iterator of named
     StateChunks. A save then uses `chunks` instead of `extract`. A save may read a chunk after all
-    other chunks were made, so the memory of a chunk must stay unchanged until the model may be
-    changed. In particular, do not fill the same buffer again for each chunk: wrong content would be
-    saved without an error.
+    other chunks were made. So do not fill one buffer for several chunks: the memory of a chunk must
+    stay unchanged until the model may be changed. Otherwise wrong content is saved without an
+    error.
 
     The methods are called from several threads.
     """
@@ -69,8 +69,8 @@ class ModelAdapter(Protocol):
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any) -> Any:
         """Return the model rebuilt from `tensors`, the values that `extract` returned.
 
-        If possible, the values are restored into `original`. They are writable, and the model takes
-        ownership of them.
+        If possible, the values are restored into `original`. The values are writable, and belong to
+        the model from now on.
 
         Raises:
             StateError: The values do not form a model, or do not fit `original`.
@@ -88,8 +88,8 @@ class StateProvider:
       iterator over the keys and values of the dict. Each value is then processed before the next
       one is requested, and the memory of a value must not be reused for another.
     * `restore(state, original)` restores a state into the object `original`, or into a new object
-      if `original` is None, and returns the object. In place of each StateChunk, the state has the
-      chunk's source. A source of bytes, or one made by `make`, is given as a NamedValue.
+      if `original` is None, and returns the object. A value that was saved as a StateChunk is given
+      as the chunk's source or, if the source was bytes or the chunk had a `make`, as a NamedValue.
     * `parts(original)`, if given, returns the same structure as `state`, with those tensors and
       arrays of `original` that are to be filled in place.
     * `flat` has the keys of the state that are left out of the names of pieces.

@@ -36,9 +36,9 @@ class _Read(NamedTuple):
 
 
 class AppendOnlyMemory:
-    """The memory in which an adapter keeps data about the model that it processed last.
+    """The data that an adapter keeps of a model, to save work at the next step of the same model.
 
-    The data spares it work at the next step of the same model. Use it from one thread at a time.
+    Use the object from one thread at a time.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ _current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=N
 def append_only_memory() -> AppendOnlyMemory | None:
     """Return the memory of the adapter that is processing a model in this context.
 
-    Returns None if no adapter is running, or if its ensembles are not declared append-only.
+    Returns None if no adapter is running, or if the adapter was made without `append_only`.
     """
     return _current.get()
 
@@ -93,9 +93,9 @@ def read_columns(
 ) -> _Columns | None:
     """Return the result of `columns_of(objects)`: columns with one item for each object.
 
-    In append-only mode, objects that were read at the previous step are not read again. Only the
-    last of them is read and compared. If it has changed, or if one of them was removed or replaced,
-    all objects are read.
+    If the adapter was made with `append_only`, only new objects are read, together with the last
+    object of the previous step. If that object has changed, or if an object of the previous step
+    was removed or replaced, all objects are read.
     """
     memory = append_only_memory()
     if memory is None:
@@ -126,7 +126,7 @@ def _longer(
 
 
 class GrowingAdapter(StructureAdapter):
-    """An adapter whose ensembles can be declared append-only."""
+    """Base class of adapters for ensembles, with the option not to read saved trees again."""
 
     def __init__(self, *, append_only: bool = False) -> None:
         """With `append_only`, do not read saved trees again while the same object grows.

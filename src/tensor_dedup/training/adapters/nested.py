@@ -63,10 +63,13 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """The node of a container, such as a dict or a list, with a node for each item.
+    """The node for a container, such as a dict, in the tree that describes a saved object.
 
-    `kind` is the tag of the container's type, and `head` its extra argument (`plain.header`). A
-    list or dict of plain values needs no such node, because it is a plain value itself.
+    * `kind` is the tag of the container's type.
+    * `head` is an extra argument: the factory of a defaultdict, or the `maxlen` of a deque.
+    * `keys` has the encoded keys of a dict, and `items` a node for each item.
+
+    A list or dict of plain values needs no such node, because it is a plain value itself.
     """
 
     kind: int
@@ -76,8 +79,9 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
-    """The node of a torch tensor, which is stored as the piece `name`.
+    """The node for a torch tensor in the tree that describes a saved object.
 
+    * `name` is the name of the piece that has the tensor's elements.
     * `same` is the name of an earlier piece with which the tensor shares its memory, or None.
     * `order` is the order of the tensor's dimensions in memory, or None for C order.
     * `grad` is the tensor's `requires_grad`.
@@ -92,10 +96,12 @@ class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defau
 
 
 class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
-    """The node of a numpy array, which is stored as the piece `name`.
+    """The node for a numpy array in the tree that describes a saved object.
 
-    `same` and `order` are as in TensorLeaf. `dtype` is the encoded dtype of the array, or None if
-    the piece has the same dtype.
+    * `name` is the name of the piece that has the array's elements.
+    * `same` is the name of an earlier piece for the same array, or None.
+    * `order` is the order of the array's dimensions in memory, or None for C order.
+    * `dtype` is the encoded dtype of the array, or None if the piece has the same dtype.
     """
 
     name: str
@@ -105,16 +111,19 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """The node of a value that is stored as the piece `name` and restored as a NamedValue."""
+    """The node for a value that a load returns as a NamedValue.
+
+    `name` is the name of the piece that has the bytes of the value.
+    """
 
     name: str
 
 
 class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """The node of an object with a provider.
+    """The node for an object with a StateProvider, in the tree that describes a saved object.
 
-    `provider` is the name of the provider, and `state` the node of the object's state. A RefNode
-    refers to the object by `number`.
+    `provider` is the name of the provider, and `state` the node for the object's state. If the same
+    object occurs again, a RefNode has the same `number`.
     """
 
     provider: str
@@ -123,34 +132,37 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """The node of an object that occurs again, after an ObjectNode with the same `number`."""
+    """The node for an object that has occurred before, in an ObjectNode with the same `number`."""
 
     number: int
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The node of a PieceSeries, which is stored as pieces `name`_000000 and so on.
+    """The node for a PieceSeries in the tree that describes a saved object.
 
-    The number of pieces is stored as a plain value in the piece `#values`.
+    The items are the pieces `name`_000000 and so on. Their number is in the piece `#values`.
     """
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """The node of a numpy array of Python objects. Its shape is in the piece `#values`."""
+    """The node for a numpy array of Python objects, in the tree that describes a saved object.
+
+    `items` has a node for each object. The shape of the array is stored in the piece `#values`.
+    """
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """The node of a 0-dimensional tensor whose bytes are in the piece `#values`."""
+    """The node for a 0-dimensional tensor whose bytes are stored in the piece `#values`."""
 
     dtype: str
 
 
 class Fixed(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """The node of a plain value that hardly ever changes. The value is in the node itself."""
+    """The node for a plain value that hardly ever changes, and is stored in the node itself."""
 
     value: Wire
 
@@ -171,7 +183,7 @@ Node: TypeAlias = Union[  # noqa: UP007 -- forward names above, and one a line
 
 
 class Structure(msgspec.Struct, array_like=True, frozen=True):
-    """The decoded content of the piece `#structure`."""
+    """The decoded piece `#structure`, a tree of nodes that describes a saved object."""
 
     format: int
     root: Node

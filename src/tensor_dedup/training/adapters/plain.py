@@ -281,7 +281,7 @@ def dtype_of(wire: Wire) -> Any:
     """Return the numpy dtype that `dtype_wire` has encoded as `wire`.
 
     Raises:
-        DamagedStateError: This is not the encoding of a dtype, or the dtype holds Python objects.
+        DamagedStateError: `wire` does not encode a dtype, or the dtype holds Python objects.
     """
     import numpy as np
 

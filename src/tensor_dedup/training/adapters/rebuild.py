@@ -56,13 +56,13 @@ def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any
     If `original` has an object at the same place in the structure, the object is filled and kept.
     This holds for modules, optimizers and other objects with a provider, for dicts and lists, and
     for tensors and arrays of equal shape and dtype. Without `original`, modules and optimizers are
-    returned as their state dicts. The result takes ownership of the values.
+    returned as their state dicts. The values belong to the result from now on. After an error,
+    parts of `original` may already be filled.
 
     Raises:
         MismatchedOriginalError: Two parts of `original` share memory, or are the same object, but
             their saved values differ.
-        StateError: The values are damaged, or do not fit `original`. Parts of `original` may
-            already be filled.
+        StateError: The values are damaged, or do not fit `original`.
     """
     rebuild = _Rebuild(tensors)
     root = nested.decode_structure(raw(rebuild.piece(nested.STRUCTURE)))
@@ -402,9 +402,10 @@ class _Span(NamedTuple):
 
 
 class Originals:
-    """Records which parts of an `original` were filled, and with which values.
+    """Fills an existing object with saved values, and detects parts that were overwritten.
 
-    Use it from one thread only.
+    The existing object is the `original` of a load. Filling one of its tensors may overwrite
+    another tensor with the same memory. Use from one thread only.
     """
 
     def __init__(self) -> None:
@@ -426,10 +427,10 @@ class Originals:
         return container
 
     def restored(self, part: object, place: ValuePath) -> None:
-        """Record that the object `part` at the path `place` was given its state.
+        """Record that the existing object `part`, at the path `place`, has been restored.
 
         Raises:
-            MismatchedOriginalError: The object was given another state before.
+            MismatchedOriginalError: The object has been restored before, from another saved object.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`

@@ -86,10 +86,10 @@ class Growing:
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """Return `value`, the value of the attribute `name`, wrapped in the class for its kind.
+    """Wrap `value`, the attribute `name` of an ensemble, if training appends to it.
 
-    The kinds are those that grow at their end: trees, and 1-dimensional arrays of scores. Returns
-    None for any other value.
+    Fitted trees are returned as Trees or Predictors, and a long array of scores as Growing. For any
+    other value, the result is None.
     """
     import numpy as np
 
@@ -132,9 +132,9 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 def trees_state(trees: Trees) -> Any:
     """Return the state of the trees of an ensemble.
 
-    It has the attributes that all estimators have in common, the trees as a series of pieces, and
-    the attributes in which the estimators differ. If the estimators are too different for this, it
-    has them unchanged.
+    The state has the attributes that all estimators have in common, the trees as a series of
+    pieces, and the attributes in which the estimators differ. If the estimators differ too much,
+    the state has the estimators themselves.
     """
     first = vars(trees.estimators[0])
     if first[_TREE] is None:
@@ -337,8 +337,8 @@ def made_tree(
     """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: A node refers to a node outside the tree, which scikit-learn does not
-            check.
+        DamagedStateError: The tree has no nodes, a child is not a later node of the tree, a feature
+            does not exist, or the length of `classes` is not `outputs`.
     """
     from sklearn.tree._tree import Tree
 

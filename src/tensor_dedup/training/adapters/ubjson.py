@@ -89,7 +89,8 @@ def find(data: Buffer, at: int, *path: str) -> int | None:
 def array(data: Buffer, at: int) -> tuple[int, int] | None:
     """Return the offset of the first item, and the number of items, of the array at `at`.
 
-    Returns None if this is not an array with a count and with a type for each item.
+    Returns None if this is not an array, if the array has no count, or if one marker gives the type
+    of all items.
     """
     if data[at : at + 2] != b"[#":
         return None
@@ -100,7 +101,8 @@ def array(data: Buffer, at: int) -> tuple[int, int] | None:
 def integers(data: bytes, at: int) -> list[bytes] | None:
     """Return the items of the array at `at`, still encoded, if all of them are integers.
 
-    Returns None for an array with other items, or without a type for each item.
+    Returns None if this is not an array of integers, if the array has no count, or if one marker
+    gives the type of all items.
     """
     place = array(data, at)
     if place is None:

@@ -238,11 +238,11 @@ def _parts_of(raw: bytes) -> Parts | None:
 
 
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
-    """Return the bytes of the whole model, joined from an earlier model and a slice.
+    """Return the bytes of a whole model, joined from an earlier model and its later rounds.
 
-    `known` is the earlier model, and `part` the slice, whose first round must be the last round of
-    `known`. Returns None if these two rounds differ. `attributes` replace the attributes in the
-    slice.
+    `known` is the earlier model. `part` is a slice of the whole model that begins with the last
+    round of `known`. If this round differs in `known` and `part`, the result is None. `attributes`
+    replace the attributes in the slice.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]

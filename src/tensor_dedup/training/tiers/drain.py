@@ -100,11 +100,11 @@ _T = TypeVar("_T")
 
 
 class Drain:
-    """The two tiers of one CheckpointStore, and the thread that drains steps from one to the other.
+    """The two tiers of a CheckpointStore, and a thread that drains (copies) steps to the second.
 
-    The thread ends when nothing is left to drain. It is not a daemon thread, so a program ends when
-    its steps are drained or, if that fails, after one more attempt. A forked child drains only the
-    steps that it has saved itself. Safe from any thread.
+    The thread ends when nothing is left to drain. A program ends only when its steps are drained,
+    or when the last attempt to drain has failed. A forked child drains only the steps that it has
+    saved itself. Safe from any thread.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class Drain:
 
         Raises:
             OtherTierError: The run was drained to another second tier before.
-            DivergedTierError: The second tier has later steps of another fast tier, saved without
-                knowledge of steps that are still to be drained.
+            DivergedTierError: Another fast tier has continued the run, and this fast tier has later
+                steps that are still to be drained.
             StoreError: A tier cannot be read.
         """
         with fast.handle.translated():
@@ -209,8 +209,8 @@ class Drain:
     def places(self) -> dict[int, StepPlace]:
         """Return the steps on either tier, each with its place in the order of saving.
 
-        If both tiers have a step, the place is that of the state that counts. If the second tier
-        cannot be read, its last known content is used.
+        If both tiers have a step, the place is that of the state that a load would use. If the
+        second tier cannot be read, its last known content is used.
         """
         with self._fast.handle.locked():
             near = self._order.places()
@@ -260,9 +260,10 @@ class Drain:
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
         """Open a step, call `read` with the open checkpoint, and return its result.
 
-        The step is opened on the fast tier if the state there counts. If it is damaged there, it is
-        read from the second tier, provided that the second tier has the same state. Errors of
-        `read` are passed on.
+        If the fast tier has the step in its current state, the step is opened there, otherwise on
+        the second tier. If the step is damaged on the fast tier, and the second tier has the same
+        state, it is opened there instead, and `read` may be called twice. Errors of `read` are
+        passed on.
 
         Raises:
             UnknownStepError: Neither tier has the step.
@@ -310,9 +311,9 @@ class Drain:
     # What changes both
 
     def check_replaceable(self, step: int) -> None:
-        """Check that the second tier does not forbid saving a step.
+        """Check that a step may be saved, according to the last known content of the second tier.
 
-        The last known content of the second tier is used, so nothing is read.
+        Nothing is read from the second tier.
 
         Raises:
             PinnedStepError: The step is pinned on the second tier.
@@ -361,7 +362,7 @@ class Drain:
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
-        """Delete drained steps that no retention rule keeps from both tiers; return their numbers.
+        """Delete from both tiers the drained steps that no rule keeps; return their numbers.
 
         The arguments are those of `CheckpointStore.prune`.
 
@@ -383,9 +384,9 @@ class Drain:
         return near | self._look().kept
 
     def pin(self, step: int) -> None:
-        """Pin a step on the tier whose state of the step counts.
+        """Pin a step on the tier from which it would be loaded.
 
-        A pin on the fast tier is drained to the second tier.
+        If that is the fast tier, the pin is copied to the second tier afterwards.
         """
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast.handle.locked():
@@ -441,10 +442,10 @@ class Drain:
             )
 
     def add(self, step: int, *, saved: bool = True) -> None:
-        """Queue a step that has changed on the fast tier, and start to drain.
+        """Queue a step that was saved or pinned on the fast tier, and start to drain.
 
-        A step that was `saved` is put at the end of the queue. A step that was only pinned keeps
-        its place if it is in the queue already.
+        If the step was `saved`, it is put at the end of the queue. If it was only pinned and is in
+        the queue already, it keeps its place there.
         """
         with self._changed:
             if saved:

@@ -61,9 +61,10 @@ class OutdatedError(Exception):
 class TierContent:
     """The content of a second tier, as far as it concerns one run.
 
-    `places` maps step numbers to places in the order of saving. `kept` has the numbers of pinned
-    steps. `taken` has step numbers whose names stand for checkpoints that are not steps of this
-    run.
+    * `places` maps step numbers to places in the order of saving.
+    * `kept` has the numbers of pinned steps.
+    * `taken` has the numbers that no step can use, because the checkpoint with the name RUN@STEP is
+      not a step of this run.
     """
 
     places: dict[int, StepPlace]
@@ -72,12 +73,12 @@ class TierContent:
 
 
 class SecondTier(Protocol):
-    """The tier to which the steps of one run are drained.
+    """The tier to which the steps of one run are copied (drained) from a fast tier.
 
     Change a name that is on both tiers only inside `with tier.naming():`, which holds a lock. If
     the tier is a store, the lock excludes every other CheckpointStore that drains to it. If the
-    tier is a remote, it excludes only those with the same fast tier. Use `with tier.session():`
-    around several calls.
+    tier is a remote, the lock excludes only those with the same fast tier. Use `with
+    tier.session():` around several calls.
 
     All methods raise StoreErrors. An error of a type in `own_damage` means that the tier itself is
     damaged, and not a particular step.
@@ -143,12 +144,13 @@ class SecondTier(Protocol):
         """
 
     def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
-        """Copy the state of a step with the manifest `manifest` from the fast tier to this tier.
+        """Copy a step from the fast tier, where it has the manifest `manifest`, to this tier.
 
-        `place` is the place of the state on this tier that the copy replaces, or None.
+        `place` is the result of `self.place(step)`: the place of the step that the copy replaces,
+        or None.
 
         Raises:
-            OutdatedError: The state of the step has changed on one of the tiers during the copy.
+            OutdatedError: The step was meanwhile deleted or saved again on one of the tiers.
         """
 
     def copy_pin(self, step: int, manifest: str) -> bool:
@@ -166,10 +168,10 @@ class SecondTier(Protocol):
         """
 
     def check_pin(self, step: int) -> None:
-        """Check that the name of a step's pin is free or stands for the pin.
+        """Check that the name for the pin of a step is not taken by another checkpoint.
 
         Raises:
-            NotATrainingError: The name stands for something else.
+            NotATrainingError: Another checkpoint has the name.
         """
 
     def unpin(self, step: int) -> None:
@@ -366,11 +368,14 @@ class StoreTier:
 
 
 def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Return whether the state of a step at the place `one` counts instead of that at `other`.
+    """Return whether the state `one` of a step is to be used instead of the state `other`.
 
-    `one` and `other` are places in the order of saving, or None for a state that does not exist. A
-    state that cannot be read never counts. A state that can be read counts if the other one does
-    not exist, cannot be read, or is different and earlier.
+    The arguments are the places of the two states in the order of saving, or None for a state that
+    does not exist. The result is True if `one` can be read, and one of these is true of `other`:
+
+    * It does not exist.
+    * It cannot be read.
+    * It is different from `one` and has an earlier place.
     """
     if one is None or not one.readable:
         return False

@@ -4,8 +4,8 @@
     drains/RUN   for each second tier: the place in the order of saving up to which all steps were
                  drained, and the last places that were seen there
 
-If drained steps may be deleted from the fast tier, the run must not be drained to any other second
-tier than the one noted in tiers/RUN.
+If drained steps may be deleted from the fast tier, the run must be drained to the second tier that
+is noted in tiers/RUN, and to no other.
 
 If the two tiers have different states of a step, the state with the later place counts, provided
 that it was saved with knowledge of the other state. This condition does not always hold. A fast
@@ -65,7 +65,7 @@ _SENT: Final = 16  # copies go one by one, so few are under way or have failed
 
 
 class TierNotes:
-    """The notes of one fast tier about the second tier of its run. Safe from any thread."""
+    """Facts that a fast tier has noted about the second tier of a run. Safe from any thread."""
 
     def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
         """Read the notes of the fast tier `fast` about the run `run`.
@@ -140,20 +140,21 @@ class TierNotes:
 
     @property
     def drained(self) -> int:
-        """The place up to which all steps of the fast tier were drained.
+        """The place in the order of saving up to which all steps were copied to the second tier.
 
         Steps that have been deleted from the fast tier since are included.
         """
         return self._seen.drained
 
     def meet(self, near: Mapping[int, StepPlace], there: TierContent) -> None:
-        """Record the places that steps have on the second tier, whose content is `there`.
+        """Record which steps the second tier has.
 
-        `near` has the places on the fast tier, which must be read after `there`.
+        `there` is the content of the second tier. `near` has the places of the steps on the fast
+        tier in the order of saving. Read `there` first, then `near`.
 
         Raises:
-            DivergedTierError: Another fast tier has drained steps that this fast tier has not seen,
-                and this fast tier has undrained steps that would come after them.
+            DivergedTierError: The second tier has new steps from another fast tier, and this fast
+                tier has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
@@ -181,11 +182,10 @@ class TierNotes:
         self._record()
 
     def sending(self, place: StepPlace) -> None:
-        """Record durably that the step at `place` is about to be copied to the second tier.
+        """Record that the step at `place` is about to be copied to the second tier.
 
-        By this record, the copy is later recognised as one from this fast tier. The record has the
-        name of the step's manifest. The place would not suffice, because another fast tier may use
-        the same place if the copy fails.
+        The record is the name of the step's manifest. It later shows that the copy came from this
+        fast tier.
         """
         assert place.manifest is not None, "what cannot be read is not copied"
         self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
@@ -230,10 +230,11 @@ class TierNotes:
     # Which state counts
 
     def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the two tiers have states of a step that were saved independently.
+        """Return whether the two tiers have different states of a step, saved independently.
 
-        `near` is the place of the state on the fast tier, and `there` that on the second tier. If
-        either tier has no readable state, the result is False.
+        This means that the later state was saved without knowledge of the earlier state. `near` and
+        `there` are the places of the states on the fast tier and on the second tier. If one tier
+        has no readable state, the result is False.
         """
         if near is None or there is None or not (near.readable and there.readable):
             return False
@@ -250,16 +251,18 @@ class TierNotes:
         return _has(self._seen, place)
 
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the state of a step on the fast tier counts, not the second tier's.
+        """Return whether the fast tier's state of a step is used, rather than the second tier's.
 
-        It counts unless the second tier has a later state, or one that was saved independently.
+        The result is False if the second tier's state is later, was saved independently, or is the
+        only one that can be read.
         """
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the state of a step on the fast tier is not on the second tier yet.
+        """Return whether the fast tier must keep its state of a step.
 
-        The fast tier must then keep the state. States that were saved independently are included.
+        This is so if the second tier has no readable state of the step, only an earlier one, or one
+        that was saved independently.
         """
         return ahead(near, there) or self.diverged(near, there)
 
