@@ -4,7 +4,7 @@ MemoryManagerError
   - ManagerGoneError      no manager answers, or the connection broke: load privately, connect again
   - UnsafeSocketError     the socket, its folder or the process behind it is not this user's own
   - ManagerRunningError   another manager owns this socket
-  - ProtocolError         the other side sent no valid message of this version
+  - ProtocolError         a message does not follow this version of the protocol
   - RefusedError          the manager understood the request and refused it; `code` says why
   - LeaseClosedError      a lease, a put or a slab was used after it was closed
   - BackendError          memory could not be allocated, sealed or reclaimed
@@ -40,7 +40,10 @@ class ManagerRunningError(MemoryManagerError):
 
 
 class ProtocolError(MemoryManagerError):
-    """The other side sent no valid message of this version. The connection is unusable."""
+    """A message does not follow this version of the manager's protocol.
+
+    If the message was received, do not use the connection any more.
+    """
 
 
 class RefusedError(MemoryManagerError):

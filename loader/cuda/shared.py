@@ -288,7 +288,10 @@ class SharedGpu:
         return known is not None and known.key == key
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the replica key of the resident that `tensor` is a mapping of, or None."""
+        """Return the key and replica number of the resident that `tensor` maps.
+
+        Returns None if `tensor` does not map a resident of this GPU.
+        """
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 

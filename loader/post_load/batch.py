@@ -404,8 +404,8 @@ class SlabFill:
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
         """Seal the slab, and return residents for the sources in `digests`, by index.
 
-        `digests` maps the index of a source to its digest. Sources that were not copied yet are
-        copied now. The memory of copied sources that are not in `digests` is freed.
+        `digests` maps the index of a source to its digest. If one of these sources was not copied
+        by `begin`, it is copied now. Copies of all other sources are freed.
 
         Raises:
             OutOfMemoryError: There is no memory for the copies.

@@ -119,13 +119,14 @@ class ReplicaAssigner:
         return next(replica for replica in count() if self.claim(key, replica))
 
     def choose(self, key: ResidentKey, name: str) -> int:
-        """Take a replica of `key` for the parameter `name`, and return its number.
+        """Choose a resident for the parameter `name`, and return the resident's replica number.
 
-        The replica is chosen in this order:
+        Residents with the same `key` are equal, and have different replica numbers. A number that
+        is taken already is not chosen again. The choice is the first that exists of these:
 
-        1. An existing resident that was built for this name.
-        2. Any other existing resident.
-        3. A number for which there is no resident yet.
+        1. A resident that was built for a parameter of this name.
+        2. Any other resident.
+        3. A resident that is still to be built. It gets the lowest free number.
         """
         used = self._used[key]
         there = {

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """A parameter's former view: the part of a storage that it had before it was shared.
+    """The memory that `parameter` had before sharing: a part of a torch storage.
 
-    The view lies in the bytes from `start` to `end` of the storage. `offset`, `shape` and `stride`
-    are in elements.
+    The part consists of the bytes from `start` to `end` of the storage. `offset`, `shape` and
+    `stride` are those of the parameter's tensor in the storage, in elements.
     """
 
     parameter: nn.Parameter

@@ -1,8 +1,9 @@
 """The bookkeeping of slabs and residents: which exist, who uses them, and what they cost.
 
 A slab is one block of memory, a resident one tensor in a sealed slab. A slab counts against the
-budget from the request for it until the manager has released it and no process can have it mapped.
-If a connection breaks, the slabs that its process may have mapped count until that process ends.
+budget as soon as it is requested. It stops counting when the manager has released it and no process
+can have it mapped any more. If a connection breaks, the slabs that its process may have mapped
+count until that process ends.
 
 The manager's own records count against the budget, too, because the records of a slab with very
 small tensors are larger than the slab itself.

@@ -129,7 +129,7 @@ class Server:
     def run(self) -> None:
         """Serve until stopped, then close everything.
 
-        Host memory that clients have mapped stays valid, and so does GPU memory of the `vmm` backend.
+        Memory that clients have mapped stays valid, except GPU memory of the `ipc` backend.
         """
         self._own_descriptors = sum(1 for _ in _OPEN.iterdir()) if _OPEN.is_dir() else 0
         self._watch_listener()

@@ -290,8 +290,8 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
 def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the size of a processed model in bytes: its parameters and its packed weights.
 
-    A packed weight counts with the size of the unpacked weight: in `dtype`, or with 1 byte for each
-    element of an int8 weight. Padding that oneDNN may add is not counted.
+    Each element of a packed weight counts as 1 byte if the weight is int8, and otherwise as one
+    element of `dtype`. Padding that oneDNN may add is not counted.
     """
     total = sum(parameter.nbytes for parameter in model.parameters())
     itemsize = dtype.itemsize

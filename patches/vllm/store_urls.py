@@ -1,4 +1,4 @@
-"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at the name.
+"""Replace the model `store://NAME` in vLLM's engine arguments by a folder that stands for it.
 
 This module imports no vllm.
 """
@@ -65,7 +65,8 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 def refuse_unresolved(original: _Engine) -> _Engine:
     """Wrap EngineArgs.create_engine_config to raise ConfigError for a model `store://NAME`.
 
-    Engine arguments have such a name only if `tensor_dedup` was not given, or was disabled.
+    If `tensor_dedup` is enabled in the engine arguments, the model was replaced by a folder before.
+    So the error means that `tensor_dedup` is missing or disabled.
     """
 
     @functools.wraps(original)

@@ -118,9 +118,10 @@ def container_of(key: str) -> ContainerId | None:
 
 
 def is_known(key: str) -> bool:
-    """Return whether `key` is that of a reference, or of an object that a reference leads to.
+    """Return whether `key` has the form of a key for one of the objects of a checkpoint.
 
-    Objects that a reference leads to are manifests, pages, lists of holders, containers and tables.
+    These objects are references, manifests, pages, lists of holders, containers and tables. Whether
+    there is an object with this key is not checked.
     """
     if key.startswith(CONTAINERS):
         return container_of(key) is not None

@@ -235,7 +235,7 @@ def _load(
 
 
 def fill(source: StoredPieces, load: Load, view: memoryview) -> None:
-    """Fill `view`, whose size is `load.nbytes`, with the bytes of the container `load`.
+    """Write the container that `load` describes into `view`, whose size must be `load.nbytes`.
 
     Raises:
         DamagedRecordError: A copy in the store is damaged.
@@ -258,7 +258,7 @@ def _memory(nbytes: int) -> memoryview:
 def content(
     source: StoredPieces, load: Load, memory: Callable[[int], memoryview] = _memory
 ) -> Iterator[memoryview]:
-    """Iterate over the bytes of the container `load` in chunks.
+    """Iterate over the bytes of the container that `load` describes, in chunks.
 
     Chunks are verified when they are read from the store `source`. `memory(nbytes)` returns the
     buffer for a chunk.

@@ -505,7 +505,9 @@ class Saves:
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """Wait until every save has ended, leaving the errors of failed saves to a later call.
+        """Wait until every save has ended, successfully or not.
+
+        The error of a failed save is raised by the next call of `start`, `before_update` or `wait`.
 
         Raises:
             NestedSaveError: The calling thread is capturing or committing a step.
@@ -527,7 +529,7 @@ class Saves:
     def close(self) -> None:
         """Wait until every save has ended, and free the unused memory in the pool.
 
-        The error of a failed save is raised by a later call.
+        The error of a failed save is raised by the next call of `start`, `before_update` or `wait`.
         """
         self.finish()
         self._pool.clear()

@@ -99,10 +99,11 @@ def build(
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Build a manifest and its pages; return the manifest's name, and all frames by name.
+    """Build a manifest and its pages; return its name, and a dict of the encoded objects.
 
-    The frames of the pages come first, then that of the manifest. `second_names` maps aliases,
-    which are additional names of tensors, to the names under which the tensors are stored.
+    The dict maps names to encoded bytes: first those of the pages, then that of the manifest.
+    `second_names` maps aliases, which are additional names of tensors, to the names under which the
+    tensors are stored.
     """
     objects: dict[str, bytes] = {}
     pages = []

@@ -159,7 +159,9 @@ class StoredPieces:
             return False
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """Return the bytes from `start` to `stop` of a piece of `nbytes`, verified.
+        """Read the bytes from `start` to `stop` of a piece, verify them, and return them.
+
+        `nbytes` is the size of the whole piece.
 
         Raises:
             CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
@@ -214,11 +216,11 @@ class StoredPieces:
         return nbytes
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with the bytes from `start` of a piece of `nbytes`, verified.
+        """Fill `view` with the bytes of a piece that begin at offset `start`, and verify them.
 
-        If the range consists of whole leaves (2 MiB each), return the concatenated digests of these
-        leaves. Otherwise, return b"", and the read needs an additional buffer. After an error, the
-        content of `view` is undefined.
+        `nbytes` is the size of the whole piece. If the bytes are whole leaves (2 MiB each), return
+        the concatenated digests of these leaves. Otherwise, return b""; such a read is slower,
+        because it copies the bytes. After an error, the content of `view` is undefined.
 
         Raises:
             CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.

@@ -79,9 +79,9 @@ class PieceSource(Protocol):
         """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest."""
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with whole leaves of a piece of `nbytes`, from offset `start`, verified.
+        """Fill `view` with whole leaves of a piece, beginning at offset `start`, and verify them.
 
-        Return the concatenated digests of the leaves.
+        `nbytes` is the size of the whole piece. Return the concatenated digests of the leaves.
         """
 
 

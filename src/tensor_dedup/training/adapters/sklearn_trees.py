@@ -357,8 +357,9 @@ def made_tree(
 def predictors_state(predictors: Predictors) -> dict[str, object]:
     """Return the state of the trees of histogram-based boosting.
 
-    It has a series with the bytes of the trees, and a series with their sizes. The bytes of a tree
-    are its nodes and its two arrays of category sets.
+    Its entry `trees` has one byte string for each tree: the nodes, followed by the two arrays of
+    category sets. Its entry `differences` has the numbers of nodes and of category sets in each
+    tree. Both entries are of type `PieceSeries`.
     """
     trees = predictors.trees
     found = read_columns(trees, _predictor_columns)
