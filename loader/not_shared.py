@@ -26,8 +26,7 @@ class LoadedSource(Protocol):
 class NotShared(StrEnum):
     """Fixed texts that say why a tensor is not shared.
 
-    Reasons that contain sizes or names are plain strings instead. Reports contain the texts. Code
-    compares the members.
+    Reasons that contain sizes or names are plain strings instead.
     """
 
     BELOW_MIN_BYTES = "it is below min_tensor_bytes"
@@ -106,8 +105,8 @@ class LoadLedger:
           shared`.
         - `sources` are the tensors of the checkpoint that the bytes come from.
 
-        If the tensor lies in memory that was already added for an equal tensor of the model, pass
-        False for both `shared` and `made`.
+        If an equal tensor of the model with the same memory was added before, pass False for both
+        `shared` and `made`.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes

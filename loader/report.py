@@ -233,10 +233,9 @@ def share_with_workers() -> Path | None:
     """Make workers started from now on report to this process; return their report directory.
 
     Workers find the directory by the environment variable `TENSOR_DEDUP_REPORT_DIR`, which is set
-    here. If the parent process has set it already, the new directory lies inside the parent's, so
-    that the parent finds the reports, too. If this is not possible, or the variable was not set, a
-    temporary directory is used, which is removed when this process ends. A second call returns the
-    same directory.
+    here. If the parent process has set it already, the new directory is made inside the parent's if
+    possible, so that the parent finds the reports, too. Otherwise it is a temporary directory,
+    which is removed when this process ends. A second call returns the same directory.
 
     Returns None, after a warning, if no directory can be created.
     """

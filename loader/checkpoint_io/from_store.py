@@ -166,10 +166,13 @@ class StoreBackedSource(SourceFile):
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from byte `offset` on. Safe from any thread.
 
-        If the tensor's digest was known when the file was opened, the store is asked first. The
-        result is then the concatenated digests of the leaves in the range, or b"" if the range does
-        not consist of whole leaves (2 MiB). If the digest was not known, or the store does not
-        return the bytes, the file is read, and the result is None.
+        The store is asked first if the tensor's digest was known when the file was opened. Returns
+        one of these values:
+
+        - None, if the bytes were read from the file.
+        - The concatenated digests of the leaves in the range, if the store returned the bytes and
+          the range consists of whole leaves (2 MiB).
+        - b"", if the store returned the bytes and the range does not consist of whole leaves.
 
         Raises:
             FormatError: The file was truncated.
@@ -292,7 +295,7 @@ class StoredSource(SourceFile):
 class FromDisk:
     """The weights files of a checkpoint on disk.
 
-    With `store`, a tensor that this store has is read from it, if its digest is known from a hint.
+    With `store`, a tensor is read from that store if the store has it and a hint gives its digest.
     All other tensors are read from the files.
     """
 

@@ -121,10 +121,10 @@ class FrozenLayers:
     def source(
         self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
     ) -> tuple[SourceTensor, Placed | None]:
-        """Return the source tensor and placement from which to load tensor `name` of `file`.
+        """Return the source tensor, and its placement, to load as the tensor `name` of `file`.
 
-        For a tensor of a frozen layer, these are the base model's. For any other tensor, they are
-        `source` and `placed`, as given.
+        For a tensor of a frozen layer, both are the base model's. Otherwise `source` and `placed`
+        are returned unchanged.
         """
         old = (self._instead or {}).get((file.path, name))
         return (source, placed) if old is None else (old.source, old.placed)
@@ -167,11 +167,12 @@ def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> st
 def taken_plainly(
     frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
 ) -> Iterator[Callable[[str], SourceTensor | None]]:
-    """Context manager that replaces frozen layers in a load that shares no tensors.
+    """Context manager: take frozen layers from the base model, in a load without sharing.
 
-    On entry, `opening` opens `files`, and the tensors to take from the base model are chosen. The
-    value is a function of a tensor's name. It returns the base model's tensor, or None if the
-    checkpoint's own tensor is to be used. On exit, the files, `opening` and `frozen` are closed.
+    On entry, `opening` opens the checkpoint's `files`, and the tensors to replace are chosen. The
+    value of the context manager is a function of a tensor's name. It returns the base model's
+    tensor to load instead, or None if the checkpoint's own tensor is to be loaded. On exit, the
+    files, `opening` and `frozen` are closed.
 
     Raises:
         ConfigError: A configured layer does not exist in the checkpoint, or the base model has no

@@ -64,10 +64,10 @@ class StaleHintError(ChangedFileError):
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The place of a tensor of a torch.save file within the bytes of a source tensor.
+    """The place of a tensor of a torch.save file within the source tensor that contains it.
 
-    `start` is the distance in bytes from the first byte of the source. `shape` and `stride` are in
-    elements of `dtype`. If `lazy` is True, the stored values have yet to be conjugated or negated.
+    `start` is in bytes, from the first byte of the source tensor. `shape` and `stride` are in
+    elements of `dtype`. If `lazy` is True, the stored values must still be conjugated or negated.
     """
 
     name: str
@@ -219,7 +219,7 @@ class SourceFile:
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """Return None: after `close`, the tensor can be read from the unchanged file at `path`.
+        """Return None: the tensor can be read again from the file at `path`, also after `close`.
 
         A subclass without such a file returns a function that opens the tensor for reading.
         """

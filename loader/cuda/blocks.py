@@ -7,9 +7,9 @@ handles is a *block*: a resident of plain bytes that is found by its own digest,
 position in other tensors.
 
 A *record* describes a tensor in blocks to other processes. It contains the tensor's leaf digests,
-one for each 2 MiB. A process that gets a record computes the digests of the blocks and of the whole
-tensor from the leaf digests, and so notices blocks of another tensor. The digests themselves are
-trusted, because the memory manager does not read GPU memory.
+one for each 2 MiB. From these, a process that gets the record computes the digests of the blocks
+and of the whole tensor. So it notices blocks of another tensor. The digests themselves are trusted,
+because the memory manager does not read GPU memory.
 """
 
 from __future__ import annotations
@@ -289,7 +289,8 @@ class BlockLog:
     def note_larger(self, block: DeviceResident) -> None:
         """Stop building blocks in this load if the manager's slabs are larger than a block.
 
-        This is assumed if `block` has the full size of 16 MiB and its slab is larger.
+        To find out, the size of `block` is compared with that of its slab. Nothing happens if
+        `block` is smaller than 16 MiB.
         """
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:

@@ -87,8 +87,8 @@ class Devices:
     def at(self, device: torch.device) -> SharedGpu | None:
         """Return the GPU of the torch device `device`, opened now if necessary.
 
-        Returns None if the memory of the device cannot be shared. If its type is "cuda", `why_not`
-        then returns the reason.
+        Returns None if the memory of the device cannot be shared. For a device of type "cuda",
+        `why_not` then returns the reason.
         """
         opener = self._openers.get(device.type)
         if opener is None:
@@ -157,9 +157,9 @@ DEVICES: Final = Devices()
 def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
     """Call `do`, which allocates memory of `device` through torch, and return its result.
 
-    If `do` raises torch.OutOfMemoryError, memory that torch's allocator cannot free by itself is
-    freed: the shared memory of models that are gone. Then `do` is called once more. If there was
-    nothing to free, the error is passed on.
+    If `do` raises torch.OutOfMemoryError, unused memory is freed, such as the shared memory of
+    models that are gone. Then `do` is called once more. If nothing could be freed, the error is
+    passed on.
     """
     gpu = DEVICES.at(device)
     return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

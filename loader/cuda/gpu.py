@@ -90,10 +90,11 @@ class DeviceMapping:
     def sleep(self) -> None:
         """Unmap the slabs, but keep their address range reserved. Waits for all kernels.
 
-        Objects that were kept alive for the slabs, for example leases, are released. Until `wake`,
-        a kernel that accesses the range fails, and with it all later work of this process on the
-        GPU. Does nothing if the mapping sleeps already. If `asleep` is True after an error, the
-        slabs were unmapped.
+        Objects that were kept alive for the slabs, for example leases, are released. If a kernel
+        accesses the range before `wake`, it fails, and this process can no longer use the GPU. Does
+        nothing if the mapping sleeps already.
+
+        After an error, `asleep` is True if the slabs were unmapped nevertheless.
 
         Raises:
             BackendError: The driver refused.
@@ -116,7 +117,9 @@ class DeviceMapping:
 
         The slabs must have the same sizes and bytes as those that `sleep` unmapped. `opener` maps
         them, and `owner` is kept alive until they are unmapped. Does nothing if the mapping is not
-        asleep. If `asleep` is False after an error, the slabs were mapped.
+        asleep.
+
+        After an error, `asleep` is False if the slabs were mapped nevertheless.
 
         Raises:
             BackendError: The slabs have other sizes, or the driver refused.
@@ -204,9 +207,9 @@ class Gpu:
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context manager: while it is active, this GPU's CUDA context is current.
+        """Return a context manager in which this GPU's CUDA context is current.
 
-        This applies to the thread that enters it.
+        This applies only to the thread that enters it.
         """
         return current(self.driver, self.device.ordinal)
 

@@ -96,12 +96,12 @@ class DeviceMemory:
             ) from error
 
     def data(self, request: DeviceRequest) -> None:
-        """Return None: the function from `fill` writes the tensor, so no bytes are passed on."""
+        """Return None, because no bytes are sent: the function from `fill` writes the tensor."""
 
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
         """Return a function that writes the tensors of `requests` into a slab of the manager.
 
-        `requests` has the requests by the keys under which the tensors are put. The function
+        `requests` maps the key under which each tensor is put to its request. The returned function
         returns the tensors' digests.
         """
 
@@ -194,9 +194,8 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Publish which blocks `resident` consists of, so that other processes find it.
 
-        A block is a piece of 16 MiB. The list of blocks is found by the resident's digest and, if
-        `recipe` is not "", by `recipe`. Does nothing if the manager does not lend all of the
-        blocks.
+        A block is a piece of 16 MiB. Others find `resident` by its digest and, if `recipe` is not
+        "", by `recipe`. Does nothing unless the manager lends all of the blocks.
         """
         assert isinstance(resident, TensorInBlocks)
         if not all(isinstance(block.lease, Lease) for block in resident.blocks):
@@ -254,12 +253,15 @@ def device_manager_residents(
 ) -> DeviceManagerResidents:
     """Connect a load to the memory manager of `gpu`.
 
-    `where` is the path of the socket of the manager of host memory. The socket of the GPU's manager
-    lies beside it. With "auto", the default path is used, and a manager is started if none answers.
-    If `where` is None, no manager is used. `checkpoint` names the load to the manager.
+    `checkpoint` names the load to the manager. `where` is one of these:
 
-    If the manager does not answer, the load goes on without it: the failure is logged, and the
-    result's `failed` has the reason.
+    - The path of the socket of the manager of host memory. The socket of the GPU's manager lies
+      beside it.
+    - "auto", for the default path. A manager is started if none answers.
+    - None, to use no manager.
+
+    If the manager does not answer, the failure is logged, and the load goes on without it. The
+    result's `failed` then has the reason.
     """
     if where is None:
         return ManagerResidents()

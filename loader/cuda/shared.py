@@ -89,8 +89,8 @@ class SharedGpu:
         """Look up residents in this process, and the missing ones in the memory manager.
 
         Returns them in the order of `wanted`, with None for each that was not found. The manager is
-        asked only for residents that it can have: those with the replica number 0 and a digest that
-        is a hash of the tensor's bytes.
+        asked only for residents with the replica number 0 and a digest of their bytes, because it
+        has no others.
         """
         found = [self._residents.get(each) for each in wanted]
         asked = [
@@ -115,13 +115,15 @@ class SharedGpu:
         """Return a resident for each (key, recipe, writer), and whether this call wrote it.
 
         The results are in the order of `wanted`. Missing residents are put into the manager's
-        memory or, if it does not take them, into memory of this process. If the writer of a large
-        tensor is a `TensorWriter`, the tensor is built of blocks (pieces of 16 MiB) if possible,
-        and only the blocks that are not resident are written. `log` is the load's `BlockLog`.
+        memory or, if it does not take them, into memory of this process.
+
+        If the writer of a large tensor is a `TensorWriter`, the tensor is built of blocks (pieces
+        of 16 MiB) where possible. Only the missing blocks are written. `log` is the load's
+        `BlockLog`.
 
         Raises:
             BackendError: The GPU has no room, its driver refuses, or a tensor has changed since it
-                was hashed; keep the tensors private.
+                was hashed. Keep the tensors private.
         """
         with self._lock:
             found: dict[int, tuple[DeviceResident, bool]] = {}

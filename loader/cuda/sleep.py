@@ -164,8 +164,7 @@ class SleepingModel:
 
         Returns the reasons why slabs could not be copied. A background thread calls this method
         again and again while slabs sleep on the GPU. If the manager of host memory has no room for
-        a slab, or refuses its bytes because they do not have their digest, the slab is not tried
-        again until the model has woken.
+        a slab, or refuses its bytes, the slab is not tried again until the model has woken.
         """
         reasons = []
         with self._lock:

@@ -75,8 +75,8 @@ class SleepingMapping:
 
     - `slabs` has a single slab, or one slab for each block (16 MiB) of a large tensor, in order. A
       block that occurs twice in the tensor is listed twice, as the same object.
-    - `tensor` is the replica key and the leaf digests of the large tensor, or None for a single
-      slab.
+    - `tensor` has the replica key and the leaf digests of the large tensor. It is None if there is
+      no large tensor in blocks.
     """
 
     mapping: DeviceMapping

@@ -146,11 +146,11 @@ class StandbyMemory:
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Return the tensors of `slab` in GPU memory with the same layout that the manager lends.
+        """Return the tensors of `slab`, in a slab of the manager that has the same layout.
 
-        If another engine has put such a slab already, it is used. Otherwise a new slab is
-        put and filled by `restore`, and other engines can use it when they wake. Returns None in
-        these cases:
+        If another engine has put such a slab already, it is used. Otherwise a new slab is put into
+        the manager's memory, and `restore` fills it. Other engines can use it when they wake.
+        Returns None in these cases:
 
         - There is no manager, or it fails or has no room.
         - The manager has the tensors in another layout.
@@ -198,11 +198,10 @@ class StandbyMemory:
         return self._as_laid_out(slab, leases)
 
     def publish(self, resident: DeviceResident) -> None:
-        """Publish which blocks `resident` consists of, so that other engines find it again.
+        """Publish the list of blocks of `resident`, so that other engines find it again.
 
-        The manager forgets the list of a tensor's blocks (pieces of 16 MiB) when it evicts one of
-        them. Does nothing without a manager, or if `resident` is not in blocks. Errors are only
-        logged.
+        The manager forgets this list when it evicts one of the blocks (pieces of 16 MiB). Does
+        nothing without a manager, or if `resident` is not in blocks. Errors are only logged.
         """
         if self._session is None or not isinstance(resident, TensorInBlocks):
             return

@@ -53,10 +53,10 @@ def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Foun
     resident is None in two cases, and the session's ledger then has the reason:
 
     - There is no shared memory left.
-    - A comparison shows that the resident has other bytes under the same digest.
+    - With `verify_bytes`, the resident was found to have other bytes under the same digest.
 
     Raises:
-        AuditError: The comparison was made for an audit, without `verify_bytes`.
+        AuditError: An audit found a resident with other bytes under the same digest.
     """
     wanted = []
     for _, tensor in finals:

@@ -3,12 +3,9 @@
 A write is kept as a *box*, a run of bytes that repeats along strided dimensions. So a column slice
 of a matrix with 150,000 rows is one box, not 150,000 intervals. Overlapping writes count once.
 
-To combine boxes, the storage is treated as a matrix whose rows have as many bytes as the largest
-stride, and the boxes are cut where rows end. Neighbouring rows that are covered alike are computed
-only once.
-
-If there are too many pieces (MAX_PIECES), only plain runs are counted. The answer may then be "not
-covered" although every byte was written. This prevents sharing but never gives wrong weights.
+If the writes are too complicated (see MAX_PIECES), only runs that do not repeat are counted. The
+answer may then be "not covered" although every byte was written. This prevents sharing but never
+gives wrong weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,8 +87,8 @@ class Coverage:
     def complete(self) -> bool:
         """Return whether every byte was written.
 
-        True is always right. If the computation would need more than MAX_PIECES pieces, the result
-        may be False although every byte was written.
+        True is always right. If the writes are too complicated, the result may be False although
+        every byte was written.
         """
         if not self._complete:
             self._complete = not self.missing()
@@ -100,8 +97,7 @@ class Coverage:
     def missing(self) -> list[Interval]:
         """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        If the computation would exceed MAX_PIECES or MAX_GAPS, the ranges may include bytes that
-        were written.
+        If the writes are too complicated, the ranges may include bytes that were written.
         """
         if self._complete:
             return []

@@ -136,19 +136,17 @@ class Evaluator:
         """Compute all bytes of the storage of `view`, and write them to `out`.
 
         The bytes are those after the first `view.version` writes into the storage. `out` is a flat
-        uint8 tensor of at least the size of the storage. On return, the source tensors that were
-        read and hashed have their digests.
+        uint8 tensor of at least the size of the storage.
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start to compute the bytes of the storage of `view` in the background, if possible.
+        """Start to read the bytes of the storage of `view` into `out`, in the background.
 
-        They are written to `out`, a flat uint8 tensor of at least the size of the storage. Returns
-        whether the computation was started. This is possible only if the storage consists of copies
-        of whole source tensors that have no other use. Call `SourceReader.settle` before you use
-        the bytes in `out`.
+        `out` is a flat uint8 tensor of at least the size of the storage. Call `SourceReader.settle`
+        before you use its bytes. Returns False, and starts nothing, unless the storage consists of
+        copies of whole source tensors that have no other use.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -162,9 +160,10 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the source tensor of which `view` is a whole copy, if it has no other use.
+        """Return the source tensor that `view` is a copy of, or None.
 
-        Returns None if there is no such source tensor.
+        Returns None if `view` is not a copy of one whole source tensor, or if that source tensor
+        has another use.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -347,8 +346,8 @@ class Prefetcher:
 
         - While another tensor is being read ahead, nothing is started.
         - Tensors of more than 64 MiB are skipped.
-        - If `Evaluator.begin` cannot read the tensor in the background, the tensor is removed from
-          the plan, and nothing is started.
+        - If the tensor cannot be read in the background, it is removed from the plan, and nothing
+          is started.
         """
         if self._begun is not None:
             return

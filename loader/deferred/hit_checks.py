@@ -76,11 +76,11 @@ class HitChecks:
 
         - With `verify_bytes`, the bytes are compared. If they differ, a collision is counted, and
           the result is False.
-        - Without `verify_bytes`, the result is True. Calls that are selected at random for an audit
-          compare the bytes.
+        - Without `verify_bytes`, the result is True. In some calls, chosen at random as an audit,
+          the bytes are compared first.
 
-        `new` says that the resident was just built from `tensor`. It is then compared only if it
-        lies on a GPU and has parts that were found by digest.
+        `new` says that the resident was just built from `tensor`. A new resident is compared only
+        if it lies on a GPU and has parts of other residents.
 
         Raises:
             AuditError: The bytes differ in an audit.

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KnownContents:
-    """The source tensors that a large final tensor consists of, in order, with known digests.
+    """The source tensors that a large final tensor consists of. Their digests are known.
 
-    `geometry` is the dtype, shape and stride of the final tensor. `parts` pairs each source tensor
-    with the byte range that it fills. A pair with None in place of the source tensor stands for
-    zeros (padding).
+    `geometry` has the dtype, shape and stride of the final tensor. `parts` has, in order, a pair
+    for each part: its source tensor, and its byte range with the digest. The source tensor is None
+    for a part of zeros (padding).
     """
 
     geometry: ResidentKey

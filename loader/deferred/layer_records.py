@@ -33,8 +33,8 @@ _CHUNK = 8 << 20
 class SourceLocation:
     """The place from which a source tensor was read: file, identity of the file, and byte range.
 
-    `reread` opens the tensor for reading again if it was read from a store. It is None if the
-    checkpoint has a file at `path`.
+    If the tensor was read from a store, `reread` opens it for reading again. Otherwise `reread` is
+    None, and the tensor lies in the file at `path`.
     """
 
     path: Path
@@ -61,7 +61,8 @@ class LayerRecord:
       be mapped, so layers share this object instead. The object keeps this record alive.
     - `opaque_bytes` and `plain_name` are the size and the digest of the weight before packing.
     - `origins` are the places from which the source tensors were read.
-    - `aliases` are records with other recipes and equal bytes. This record keeps them alive.
+    - `aliases` are records with other layer keys and the same `opaque`. This record keeps them
+      alive.
     """
 
     key: str
@@ -145,11 +146,10 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return a text that identifies how `parameters` are computed, and their sources' locations.
+    """Return a text that tells how `parameters` are computed, and the places of their sources.
 
-    The text consists of hashes of the recipes, with numbers in place of the source tensors'
-    digests. So layers that compute their tensors in the same way have equal texts, even if their
-    bytes differ. The locations of the source tensors are in the order of the numbers.
+    Two layers that compute their tensors in the same way have equal texts, even if they read other
+    source tensors. The places are in the order in which the parameters first use the sources.
     """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}

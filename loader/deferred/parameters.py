@@ -68,9 +68,8 @@ def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
     """Replace the tensors of a model's parameters by deferred tensors, which have no memory.
 
     Returns the deferred parameters by id of the parameter. The parameters remain the same objects,
-    and those that share a storage still share one. A parameter keeps its real memory if a buffer or
-    another tensor attribute of a module is a view of its storage. That view would not see later
-    writes to a deferred tensor.
+    and those that share a storage still share one. If a buffer, or another module attribute that is
+    not a parameter, also uses the storage of a parameter, the parameter keeps its real memory.
     """
     viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
@@ -125,8 +124,8 @@ def settle_strays(
 ) -> None:
     """Give real, private memory to the deferred tensors of `model` that are not parameters.
 
-    Deferred tensors have no memory. Those that are not parameters are buffers or other attributes
-    of modules. `evaluate` returns the content of a view as a tensor.
+    These are buffers and other attributes of modules. `evaluate` returns the content of a view as a
+    tensor.
 
     Raises:
         UntraceableError: A module has a deferred tensor inside a list or another container, where

@@ -4,10 +4,10 @@ A recipe is derived from the log of writes after tracing. Equal recipes give equ
 the operations are deterministic, and source tensors and constants are named by their digests. Two
 different recipes may still give equal bytes, which only a comparison of content shows.
 
-A fused tensor is filled by adjacent writes, mostly of whole source tensors whose digests are known.
-`composite_digest` names the fused tensor's content by those digests, so that the bytes are not
-hashed twice. The name depends on where each write begins and ends. If the same bytes are written in
-other pieces, they get another name and are not shared by content.
+A fused tensor mostly consists of whole source tensors, one beside the other. If their digests are
+known, `composite_digest` makes a name for the fused tensor from these digests, without hashing its
+bytes. Equal bytes that were written in other pieces get another name, and are not shared by
+content.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 def needs_base(storage: VirtualStorage, version: int) -> bool:
     """Return whether the bytes after `version` writes depend on the storage's initial content.
 
-    They do not depend on it if the writes replace every byte before one of them reads old bytes, as
-    `add_` does.
+    The result is False if the writes replace every byte before one of them reads old bytes. An
+    example of a write that reads old bytes is `add_`.
     """
     if version == 0:
         return storage.nbytes > 0
@@ -206,9 +206,9 @@ def reason_to_keep_private(view: View) -> str | None:
 
 
 def references(view: View) -> Sequence[View]:
-    """Return all views to which the recipe of `view` refers, except `view` itself.
+    """Return all views to which the recipe of `view` refers.
 
-    A view occurs as often as the recipe refers to it.
+    A view to which the recipe refers several times is listed as often.
     """
     return _reached(view).mentioned
 
@@ -321,11 +321,9 @@ class StorageRange(NamedTuple):
 def parts_of(view: View) -> list[StorageRange]:
     """Divide the storage of `view` into the ranges that single writes fill; return them in order.
 
-    `view` must cover its whole storage. The result is one range, the whole storage, if the storage
-    cannot be divided. It can be divided under these conditions:
-
-    - Every write is contiguous and ignores the old bytes.
-    - The writes fill the storage without gap or overlap.
+    `view` must cover its whole storage. The storage is divided only if its writes fill it without
+    gap or overlap, and each of them is contiguous and ignores the old bytes. Otherwise the result
+    is one range, the whole storage.
     """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]
@@ -366,15 +364,11 @@ def _copied_whole(write: Write) -> SourceTensor | None:
 def composite_digest(
     view: View, data: memoryview, digest: Callable[[memoryview], str], *, trusted: bool = True
 ) -> str:
-    """Return a name for the content of `view`, derived from the digests of its parts.
+    """Return a name for the content of `view`, made from the sizes and digests of its parts.
 
-    Parts are the ranges that single writes fill, and `data` has the bytes of `view`.
-
-    - With `trusted`, a part that is a whole source tensor with a known digest is named by that
-      digest.
-    - All other parts are hashed with `digest`.
-
-    If there is only one part, the result is the digest of that part.
+    Each part is a range that one write fills (see `parts_of`). `data` has the bytes of `view`. The
+    function `digest` hashes the parts. With `trusted`, a part that is a whole source tensor with a
+    known digest is not hashed again. If there is only one part, its digest is the name.
     """
     names = []
     for part in parts_of(view):

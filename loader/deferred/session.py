@@ -128,10 +128,10 @@ class LoadSession:
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Return a digest for the content of the parameter `each`, derived from those of its parts.
+        """Return a digest of the content of the parameter `each`, made from digests of its parts.
 
-        `tensor` has the parameter's bytes. With `trusted`, parts that are whole source tensors are
-        not hashed again if their digests are known. Without `trusted`, all bytes are hashed.
+        `tensor` has the parameter's bytes. With `trusted`, known digests of source tensors are
+        used. Without `trusted`, all bytes are hashed.
         """
         view = each.require_view()
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:

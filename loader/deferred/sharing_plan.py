@@ -55,10 +55,10 @@ class SharingPlan:
         return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def must_be_read(self, each: DeferredParameter) -> bool:
-        """Return whether all sources of the final tensor `each` have to be read to share it.
+        """Return whether every source tensor of `each` must be read before `each` can be shared.
 
-        The result is True for a tensor that is to be shared, is not installed yet, and has no
-        source with a known digest.
+        The result is True if `each` is to be shared and is not installed yet, and no digest of its
+        source tensors is known.
         """
         if each.installed or not each.sources or self.reason(each) is not None:
             return False

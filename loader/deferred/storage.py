@@ -93,8 +93,8 @@ class View:
 class Write:
     """One recorded in-place operation on `target`.
 
-    In `args` and `kwargs`, `Target.HERE` stands for the target, and a `View` or `Const` for each
-    other tensor.
+    `args` and `kwargs` are the operation's arguments. In place of the target they have
+    `Target.HERE`, and in place of any other tensor a `View` or `Const`.
     """
 
     func: torch._ops.OpOverload
@@ -159,8 +159,9 @@ class VirtualStorage:
 class Reach(NamedTuple):
     """The storages and views to which a recipe refers, in the recipe's order.
 
-    `storages` has pairs of a storage and a version, each once: the recipe uses the storage as it
-    was after so many writes. `mentioned` has each view as often as the recipe refers to it.
+    `storages` has pairs (storage, version), each once. The recipe uses the storage as it was after
+    its first `version` writes. `mentioned` lists a view again for each time that the recipe refers
+    to it.
     """
 
     storages: list[tuple[VirtualStorage, int]]

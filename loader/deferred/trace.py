@@ -75,8 +75,8 @@ class Tracer:
 
     - `evaluate` computes a deferred tensor as a real CPU tensor, for operations that need its data.
     - `data_reads` names the operations that needed data.
-    - `device` is where tensors are created if loading code asks for the "meta" device, which is the
-      device of deferred parameters.
+    - Deferred parameters are on the "meta" device. If loading code asks for a new tensor on that
+      device (`device="meta"`), the tensor is created on `device` instead.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:

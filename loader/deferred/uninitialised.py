@@ -69,8 +69,8 @@ class UninitialisedStorages:
 def surely_unwritten(storage: VirtualStorage) -> int:
     """Return a lower bound of the number of bytes of `storage` that no recorded write has filled.
 
-    The sizes of all writes are subtracted from the size of the storage. If writes overlap, more
-    bytes may be unwritten than the result says.
+    The result is the size of the storage minus the sizes of all writes. If writes overlap, more
+    bytes may be unwritten.
     """
     done = sum(write.target.numel * write.target.dtype.itemsize for write in storage.writes)
     return max(0, storage.nbytes - done)

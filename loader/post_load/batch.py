@@ -2,9 +2,9 @@
 
 A *resident* is an immutable tensor in memory that models share; it lies in a *slab*, a piece of
 shared memory. Usually a parameter is hashed first, and is copied into a slab only if no resident
-has its bytes. If no resident from before the load has the parameter's dtype, shape and stride, it
-is copied and hashed in one pass where possible. Parameters that are mapped from files are read from
-the files, because page faults on the mappings would wait for the disk one by one.
+has its bytes. A parameter that cannot equal a resident from before the load is copied and hashed in
+one pass where possible. Parameters that are mapped from files are read from the files, because page
+faults on the mappings would wait for the disk one by one.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def _resident_geometries() -> set[_Geometry]:
 class DedupContext:
     """The state shared by the models of one load, for example those of a pipeline. For one thread.
 
-    - `files` has the mapped files, or is None if remembered digests of files are of no use, for
+    - `files` has the mapped files. It is None if remembered digests of files are of no use, for
       example after a cast.
     - `built` has the residents (shared tensors) that this load built.
-    - `accounted` has the residents of `built` that the report counts already.
+    - `accounted` has those residents in `built` that the report counts already.
     - `resident_before` has the dtype, shape and stride of each resident that existed before the
       load.
-    - `remembered` counts the tensors whose digests were remembered, and `unknown` counts those
-      whose digests were not.
+    - `remembered` is the number of tensors with a remembered digest, and `unknown` is the number of
+      tensors without one.
     """
 
     config: TensorDedupConfig
@@ -146,7 +146,7 @@ class DedupCandidate:
 class MissingResident:
     """A resident (shared tensor) to build, because no existing one has the bytes of `candidate`.
 
-    `replica` tells residents with equal bytes apart: equal tensors of one model get different ones.
+    `replica` numbers residents with equal bytes: equal tensors of one model get different numbers.
     `number` is the parameter's index in the batch.
     """
 
@@ -185,10 +185,10 @@ class HashBatch:
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start to hash all parameters, and to copy new ones into a slab.
+        """Start to hash all parameters, in the background.
 
-        A parameter counts as new only if no resident from before the load can have its bytes or a
-        part of them.
+        Parameters that cannot have the bytes of a resident from before the load, or a part of them,
+        may also be copied into a slab.
 
         Raises:
             ChangedFileError: A file has become shorter.
@@ -390,7 +390,7 @@ class SlabFill:
         self._starts: dict[int, int] = {}
 
     def begin(self, begun: dict[int, Future[str]]) -> None:
-        """Start to copy and hash the sources that the constructor got as `copied`.
+        """Start to copy and hash the sources whose indices the constructor got as `copied`.
 
         Puts a future of each digest into `begun`, by the index of the source. Call no other method
         until all of these futures are done.
@@ -404,8 +404,8 @@ class SlabFill:
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
         """Seal the slab, and return residents for the sources in `digests`, by index.
 
-        `digests` maps the index of a source to its digest. If one of these sources was not copied
-        by `begin`, it is copied now. Copies of all other sources are freed.
+        `digests` maps the index of a source to its digest. Sources in `digests` that `begin` did
+        not copy are copied first. Copies that `begin` made of other sources are freed.
 
         Raises:
             OutOfMemoryError: There is no memory for the copies.

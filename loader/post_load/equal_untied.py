@@ -61,8 +61,8 @@ def note_first_name(resident: Resident, name: str) -> None:
 def note_root(root: nn.Module) -> None:
     """Record `root` as the model that `root_module` returns for each module in it.
 
-    A module that is recorded for another model keeps that record if the other model still exists
-    and is not a part of `root`.
+    If another model is recorded for a module already, that record stays, unless the other model is
+    a part of `root` or no longer exists.
     """
     parts = set(root.modules())
     for part in parts:
@@ -74,9 +74,8 @@ def note_root(root: nn.Module) -> None:
 def root_module(part: nn.Module) -> nn.Module:
     """Return the model that `note_root` has recorded for the module `part`.
 
-    Returns `part` itself if no model was recorded or the model is gone. When a part of a model is
-    shared by itself, it must not get the memory of another part. With this function, the other
-    parts are found.
+    Returns `part` itself if no model was recorded or the model is gone. Code that shares only a
+    part of a model uses this function to find the other parts, whose memory the part must not get.
     """
     known = _root(part)
     return part if known is None else known
@@ -146,10 +145,11 @@ class ReplicaAssigner:
     ) -> None:
         """Exchange replicas between parameters with equal bytes, by the parameters' names.
 
-        A parameter gets the replica that was built for its name, if there is one. The other
-        parameters get the remaining replicas in the order of `named`, which has all parameters of
-        the model with their names. `shares` maps the id of a shared parameter to its share, which
-        is updated.
+        If one of these replicas was built for a parameter's name, the parameter gets it. The
+        remaining parameters get the remaining replicas, in the order of `named`.
+
+        `named` has all parameters of the model with their names. `shares` maps the id of a shared
+        parameter to its share, and is updated.
         """
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
     """Build a resident for `candidate` from leaves of other residents; read only the missing ones.
 
-    Pass the result to `HostProvider.enter_known`, which registers it. Call `HostProvider.end_known`
-    in any case, also after an error.
+    Pass the result to `HostProvider.enter_known`, which registers it. Then call
+    `HostProvider.end_known`, also after an error or a result of None.
 
     Returns None if this would save nothing or is not possible, for example in these cases:
 

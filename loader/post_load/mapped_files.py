@@ -188,10 +188,10 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
-        """Record `digest`, computed for the range `hashed`, and its leaf digests `leaves` if given.
+        """Record `digest`, which was computed for the range `hashed`. `finish` stores it as a hint.
 
-        `finish` stores the records as hints. If a hint gave another digest for the range, all hints
-        of the file are deleted.
+        `leaves` are the leaf digests of the range, and are recorded, too. If a hint gave another
+        digest for the range, all hints of the file are deleted.
 
         Raises:
             StaleHintError: A hint gave another digest.

@@ -82,7 +82,7 @@ class ReplacedStorages:
         found.views.insert(bisect_left(found.views, start, key=_start), view)
 
     def overlapping(self, tensor: torch.Tensor) -> list[ReplacedView]:
-        """Return the former views of parameters that overlap the memory of `tensor`."""
+        """Return the recorded views whose memory overlaps that of `tensor`."""
         data = param_data(tensor)
         if data.layout is not torch.strided or data.is_meta or not data.nbytes:
             return []

@@ -49,11 +49,11 @@ def is_forgeable(digest: str) -> bool:
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Check that no tensor's file changed after the tensor was hashed and before it was copied.
+    """Check that residents copied from mapped files have their digests.
 
-    `made` has pairs of a tensor and its resident. Only tensors that are mapped from a file,
-    according to `memory`, are checked: their residents are hashed. Call this before the residents
-    are registered.
+    A file may change after its tensor was hashed and before the tensor was copied. `made` has pairs
+    of a tensor and its resident. If `memory` says that the tensor is mapped from a file, the
+    resident is hashed. Call this before the residents are registered.
 
     Raises:
         ChangedFileError: A resident's bytes do not have its digest.

@@ -91,8 +91,7 @@ class HostMemory:
     def with_room(self, ask: Callable[[], None]) -> None:
         """Call `ask`, which requests memory from the manager, and pass on its errors.
 
-        There is no second attempt, because no memory could be freed before it: unused host memory
-        is unmapped at once.
+        There is no second attempt, because this process keeps no unused memory to free first.
         """
         ask()
 
@@ -148,8 +147,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Put those tensors of `requests` into the manager's memory that are not there yet.
 
         For each tensor that the manager then lends, `found[request.recipe]` is set to a pair: the
-        resident, and whether this call wrote it. This holds after an error, too. Of a tensor of
-        8 MiB and more, only the leaves that no tensor of the manager has are written.
+        resident, and whether this call wrote it. This holds after an error, too. A tensor of 8 MiB
+        and more can share leaves with tensors of the manager. Only its other leaves are written.
         """
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])
@@ -191,9 +190,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
         """Return residents of the manager that may have parts of a new tensor.
 
-        `contents` are the parts of the new tensor whose digests are known, and `geometry` has its
-        dtype, shape and stride. If the manager knows the digests of a resident's parts, they are
-        registered in this process with `leaves.note_contents`.
+        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
+        dtype, shape and stride. `build_from_contents` can use parts of the returned residents if
+        the manager knows the digests of these parts.
         """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
@@ -213,11 +212,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     ) -> Callable[[], None] | None:
         """Reserve room in the manager for the missing pieces of a new tensor.
 
-        `pieces` are all pieces of the tensor; a piece without a slab extent is missing. `geometry`
-        has the tensor's dtype, shape and stride. Returns a function that tells the manager that
-        this load is still working; call it now and then while the missing pieces are read. Returns
-        None if the manager cannot hold the tensor in parts. `put_built` or `end_known` ends the
-        reservation.
+        `pieces` are all pieces of the tensor. A piece is missing if its `there` is None. `geometry`
+        has the tensor's dtype, shape and stride. Returns None if the manager cannot hold the tensor
+        in parts. Otherwise returns a function that tells the manager that this load is still
+        working. Call that function now and then while the missing pieces are read. Then call
+        `put_built`, or `end_known` to release the room.
 
         Raises:
             RefusedError: There is no room.

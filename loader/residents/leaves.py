@@ -74,8 +74,8 @@ _T = TypeVar("_T")
 class Content(NamedTuple):
     """Bytes `start` to `end` of a tensor, with their `digest`.
 
-    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digest of each piece
-    of 2 MiB of these bytes, counted from `start`, or is empty if these digests are not known.
+    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digests of these bytes
+    in pieces of 2 MiB, the first of which begins at `start`. It is empty if they are not known.
     """
 
     start: int
@@ -165,10 +165,10 @@ def build_from_leaves(
 def pieces_in_common(
     tensor: torch.Tensor, residents: Sequence[Resident], read: ReadInto | None = None
 ) -> list[LeafPiece] | None:
-    """Compare `tensor` with `residents`; return its pieces in order, each shared or to be copied.
+    """Find out which pieces of `tensor` the `residents` have; return all its pieces, in order.
 
-    Returns None if the tensor has no leaves (pieces of 2 MiB) in common with the residents that are
-    worth sharing. Leaves are compared byte by byte. The residents must begin at a page boundary of
+    Returns None if nothing that `tensor` has in common with the residents is worth sharing. Leaves
+    (pieces of 2 MiB) are compared byte by byte. The residents must begin at a page boundary of
     their slabs. If the tensor is mapped from a file, `read(into, offset)` fills a buffer with bytes
     of the tensor from the file.
 
@@ -190,9 +190,9 @@ def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None)
     """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
     A mark is a hash of the first memory page of a leaf, the offset of the leaf, and the dtype,
-    stride and row shape of the tensor. There are 8 to 16 marks, or one for each leaf if the tensor
-    has fewer leaves. `key` is the tensor's resident key, and `data` has its bytes. If the tensor is
-    mapped from a file, `read(into, offset)` fills a buffer with bytes of the tensor from the file.
+    stride and row shape of the tensor. At most 16 leaves have a mark. `key` is the tensor's
+    resident key, and `data` has its bytes. If the tensor is mapped from a file, `read(into,
+    offset)` fills a buffer with bytes of the tensor from the file.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
     return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
@@ -201,9 +201,8 @@ def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None)
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
     """Return look-up keys by which tensors with equal contents are found.
 
-    They are computed from the digests in `contents`, so the tensor need not be in memory. If a
-    content has leaf digests, these are used, otherwise the digest of the whole content. `key` has
-    the tensor's dtype, shape and stride; its digest is ignored.
+    The look-up keys are computed from the digests in `contents`, so the tensor need not be in
+    memory. `key` has the tensor's dtype, shape and stride; its digest is ignored.
     """
     digests = (
         (unit, contents[unit.content].digest)
@@ -262,7 +261,7 @@ def build_from_contents(
     residents: Sequence[Resident] | None = None,
     admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
 ) -> Resident | None:
-    """Build a resident from parts of other residents, which are found by digest.
+    """Build a resident from parts of other residents; the parts are found by digest.
 
     Only the missing parts are read. Returns None if the tensor is smaller than 8 MiB, if no
     resident has parts of it that are worth sharing, or if `admit` returns None.
@@ -273,14 +272,15 @@ def build_from_contents(
       whole content if `leaves` is None. It calls `write(piece, offset)`, with the offset in the
       content, from any thread.
     - `check(n, data)` must raise an error if `data`, the bytes of content `n`, do not have the
-      content's digest. It is called for each content of which single leaves were shared. If there
-      is only one content, it is not called: compare the result's digest with the content's.
+      content's digest. It is called for each content of which leaves were found by their own
+      digests. If there is only one content, it is not called: the caller must then compare the
+      result's digest with the content's.
     - `digest_of` hashes the finished tensor, which gives the resident's key.
     - `residents` are the residents to share with, whose contents were registered by
       `note_contents`. The default is all residents of this process with the same dtype, row shape
       and stride.
-    - `admit(pieces)` is called before anything is read. It returns None to give up, or a function
-      that is called now and then during reading, from any thread.
+    - `admit(pieces)` is called before anything is read. It returns None to give up. Otherwise it
+      returns a function, which is called now and then during reading, from any thread.
 
     Errors of `read` and `check` are passed on.
 
@@ -407,10 +407,10 @@ def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
-    """Return a resident with the bytes of `resident` that shares leaves with other residents.
+    """Build a resident with the bytes of `resident` that shares leaves with other residents.
 
-    Returns `resident` itself if it has no leaves in common with other residents that are worth
-    sharing. `own` has the residents of the same model, which are not used.
+    Returns the new resident, or `resident` itself if no other resident has leaves of it that are
+    worth sharing. `own` has the residents of the same model, which are not used.
 
     Raises:
         MappingLimitError: This process has too many mappings already.

@@ -65,7 +65,7 @@ class LentResident(Resident):
 
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
-        """The parts of the leased tensor that form this tensor: a single part, the whole."""
+        """One part, which is the whole tensor, in the form that `LentInParts.parts` has."""
         return ((0, 0, self.nbytes),)
 
     @property
@@ -257,10 +257,10 @@ class PartsPlan:
 
     In the manager, the tensor becomes a layer (an entry) that consists of several tensors.
 
-    - `needed` has the leases on those leased tensors that have a part of the new tensor.
-    - `tensors` are the tensors of the layer: those in `needed` and, if parts are missing, one new
-      tensor with all missing parts side by side.
-    - `parts` lists the parts of the new tensor, each as a part of one of `tensors`.
+    - `needed` has the leases on those leased tensors that have a part of the whole tensor.
+    - `tensors` are the tensors of the layer: those in `needed` and, if parts are missing, one more
+      tensor, in which all missing parts lie side by side.
+    - `parts` lists the parts of the whole tensor, each as a part of one of `tensors`.
     - `rest_bytes` is the total size of the missing parts.
     - `unfit` is the reason why the manager cannot hold the tensor in parts, or None.
     """
@@ -318,9 +318,8 @@ class PartsPlan:
 
         The manager's client calls this method. `data` has the tensor's bytes, and `missing` are the
         tensors that the manager lacks. If `data` is a mapping of a file, `read(into, offset)` fills
-        a buffer with bytes of the tensor from the file. The digest is computed from the bytes that
-        were written and leased. Returns an empty sequence, because the manager computes the digests
-        that it needs.
+        a buffer with bytes of the tensor from the file. Returns an empty sequence: the manager
+        computes the digests of the tensors itself.
 
         Raises:
             RefusedError: A leased tensor is no longer resident (code "not_resident"), a leased part
@@ -349,7 +348,7 @@ class PartsPlan:
     ) -> None:
         """Write the missing parts of `data` into the first tensor of `put`.
 
-        `whole`, if given, is a running digest and is updated with all bytes of the tensor, in
+        If the running digest `whole` is given, it is updated with all bytes of the tensor, in
         order. If `data` is a mapping of a file, `read(into, offset)` fills a buffer with bytes of
         the tensor from the file.
         """

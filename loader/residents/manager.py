@@ -156,9 +156,10 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 class ManagerSession(Generic[Request, Held]):
     """One load's requests to one memory manager. For one thread; sessions may share a client.
 
-    Look-ups and puts raise MemoryManagerError. After a RefusedError, the caller can go on using the
-    manager. After any other error, the caller is expected to do without the manager. A leased
-    tensor that does not fit its key counts as missing, and `unusable` has the first reason.
+    Look-ups and puts raise MemoryManagerError. After a RefusedError, a subclass of it, the caller
+    can go on using the manager. After any other error, the caller must do without the manager. If
+    the manager lends a tensor that cannot be used, the tensor counts as missing. `unusable` has the
+    first reason.
     """
 
     def __init__(
@@ -362,7 +363,7 @@ class ManagerResidents(Generic[Request, Held]):
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
         """Return residents of the manager that may have parts of a new tensor.
 
-        `contents` are the parts of the new tensor whose digests are known, and `geometry` has its
+        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
         dtype, shape and stride. The result is empty if no manager is in use.
         """
         found: list[Held] = []
@@ -374,10 +375,10 @@ class ManagerResidents(Generic[Request, Held]):
     ) -> Callable[[], None] | None:
         """Reserve room in the manager for the missing pieces of a new tensor.
 
-        `pieces` are all pieces of the tensor; a piece without a slab extent is missing. Returns a
-        function that tells the manager that this load is still working; call it now and then while
-        the missing pieces are read. Then call `put_built`, or `end_known` to release the room.
-        Returns None if the manager cannot hold the tensor or has no room.
+        `pieces` are all pieces of the tensor. A piece is missing if its `there` is None. Returns
+        None if the manager cannot hold the tensor or has no room. Otherwise returns a function that
+        tells the manager that this load is still working. Call that function now and then while the
+        missing pieces are read. Then call `put_built`, or `end_known` to release the room.
         """
         found: list[Callable[[], None] | None] = []
         self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
@@ -417,10 +418,10 @@ class ManagerResidents(Generic[Request, Held]):
         return self.session.memory.whole_only if self.session is not None else None
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Publish of which blocks `resident`, a large tensor on a GPU, consists.
+        """Publish the list of blocks that `resident`, a large tensor on a GPU, consists of.
 
-        Blocks are pieces of 16 MiB. Other processes then find the resident by its digest. If
-        `recipe` is not "", they find the resident by `recipe`, too. Does nothing in host memory.
+        Blocks are pieces of 16 MiB. Other processes then find the resident by its digest and, if
+        `recipe` is not "", by its recipe. Does nothing in host memory.
         """
         self._ask(lambda session: session.publish_parts(recipe, resident))
 

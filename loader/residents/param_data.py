@@ -46,8 +46,8 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 class WeakStorage:
     """A weak reference to a tensor's storage.
 
-    As long as the reference exists, no other storage gets the same `number`, even after the memory
-    is freed.
+    `number` identifies the storage. As long as this reference exists, no other storage gets the
+    same number, even after the storage is gone.
     """
 
     __slots__ = ("_reference", "number")

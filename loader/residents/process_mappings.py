@@ -28,8 +28,8 @@ _MEMORY_FILE: Final = "/memfd:"
 class FileMapping(NamedTuple):
     """A memory mapping: its address range, the mapped file, and the offset in the file.
 
-    `device` is written as by the kernel ("fe:00"). `device` and `inode` identify the file; another
-    file may lie at `path` by now. `common` is True if this mapping is shared and writable.
+    `device` (as the kernel writes it, "fe:00") and `inode` identify the file; another file may lie
+    at `path` by now. `common` is True if this mapping is shared and writable.
     """
 
     start: int

@@ -213,9 +213,9 @@ class HostProvider:
     ) -> list[tuple[Resident, bool]]:
         """Return a resident for each request, in order, and whether this call built it.
 
-        `check`, if given, is called before the residents that were built in this process are
-        registered. It gets pairs of a tensor and its resident. If it raises an error, none of these
-        residents is registered.
+        If `check` is given, it is called once, with pairs of a tensor and the resident that was
+        built from it in this process. These residents are registered afterwards. If `check` raises
+        an error, none of them is registered.
 
         Raises:
             SharedMemoryError: There is no shared memory left, here or in the manager.
@@ -274,12 +274,11 @@ class HostProvider:
         contents: Sequence[Content],
         build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
-        """Build a resident from parts of other residents, which are found by digest.
+        """Build a resident from parts of other residents; the parts are found by digest.
 
-        `contents` are the parts of the new tensor, with their digests. `build(residents, admit)`
-        must call `build_from_contents` with these two arguments and return the result. Its
-        `residents` are those to take parts from: residents of the memory manager or, without a
-        manager, residents of this process that this load has not built.
+        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
+        dtype, shape and stride. `build(residents, admit)` must call `build_from_contents` with
+        these two arguments and return the result.
 
         Returns None if no resident can be built in this way. Otherwise pass the result to
         `enter_known`. Call `end_known` in any case, also after an error.
@@ -328,11 +327,12 @@ class HostProvider:
     def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
         """Register a resident that was read straight into a slab.
 
-        If other residents have equal leaves, a resident that shares these leaves is built first and
-        is registered in place of `resident`. Returns the resident to use, and whether it is new.
+        Other residents may have leaves in common with `resident`. In that case, a second resident
+        with the same bytes, which shares these leaves, is built and registered instead. Returns the
+        resident to use, and whether it is new.
 
         Raises:
-            SharedMemoryError: There is no memory to build it from shared leaves.
+            SharedMemoryError: There is no memory to build the second resident.
         """
         return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
 

@@ -135,8 +135,8 @@ def copied_part(
     """Return a copy of up to `nbytes` bytes of `data`, from `start` on.
 
     `data` is the result of `tensor_bytes`. If the tensor is mapped from a file, pass `read(into,
-    offset)`, which fills a buffer with bytes of the tensor from the file. If the file has become
-    shorter, `read` raises an error, whereas touching the mapping would end the process (SIGBUS).
+    offset)`, which fills a buffer with bytes of the tensor from the file. It must raise an error if
+    the file has become shorter. Reading `data` would then end the process (SIGBUS).
     """
     if read is None:
         return bytes(data[start : start + nbytes])
@@ -180,11 +180,10 @@ class ReplicaKey(NamedTuple):
 
 
 def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """Return the key of the tensor that results from casting a resident to `dtype`.
+    """Return the key of a resident's tensor after a cast to `dtype`; `key` is the resident's key.
 
-    `key` is the resident's key. The new digest is derived from `key`, so no byte is hashed. After a
-    lossless cast, the cast back gives the original key. Returns None if `key` is the result of
-    three casts already.
+    The new digest is derived from `key`, so no byte is hashed. After a lossless cast, the cast back
+    gives the original key. Returns None if `key` is the result of three casts already.
     """
     name = dtype_name(dtype)
     if name == key.dtype:
@@ -231,7 +230,7 @@ class SlabBuilder:
     def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
         """Copy a sharable tensor into the slab; return its offset in bytes.
 
-        The offset is `beyond` bytes after a multiple of the alignment of slabs.
+        The tensor begins `beyond` bytes after an aligned offset.
 
         Raises:
             UnsupportedError: The tensor is not sharable.
@@ -258,7 +257,7 @@ class Resident:
 
     - `extents` are the slab ranges that have its bytes, in order.
     - `leaf_shared_bytes` is the number of its bytes that were in memory before it was built.
-    - `place` has the same ranges as `extents`, for comparison, but keeps no slab alive.
+    - `place` has the same ranges as `extents`, but keeps no slab alive.
     """
 
     __slots__ = (
@@ -402,16 +401,11 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors lie in the same physical memory now, whatever their addresses.
+    """Return whether two tensors lie in the same physical memory now.
 
-    They do if they have the same address, or if both of these are true:
-
-    - They are mappings of the same range of a resident.
-    - Neither was written to or made private.
-
-    Tensors of different sizes never count as sharing. If one of them has gaps, they must also have
-    the same shape and stride. Empty tensors share memory only within one storage. Safe from any
-    thread.
+    Their addresses may differ: two mappings of one resident share memory until one of them is
+    written to or made private. Returns False for tensors of different sizes. If one of the tensors
+    has gaps, they must also have the same shape and stride. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

@@ -71,7 +71,7 @@ def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
 def capacity_for(sizes: Iterable[int]) -> int:
     """Return the size in bytes of a slab that has room for tensors of these `sizes`.
 
-    The tensors lie in the order of `sizes`, each aligned.
+    The tensors must be written in the order of `sizes`. Room for their alignment is included.
     """
     return offsets_of(sizes)[1]
 
@@ -120,12 +120,11 @@ _replacing: Final = _ReplacementLock()
 
 
 def make_private(address: int, nbytes: int) -> int:
-    """Replace the slab mapping that contains a range by private memory at the same address.
+    """Replace a whole mapping of a slab by private memory with the same bytes and address.
 
-    The range is `nbytes` bytes at `address`, and the whole mapping around it is copied. Returns the
-    number of bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping
-    stay valid, also in compiled code and captured graphs, and the slab is released. During the
-    call, other threads may read the memory, but not write to it.
+    The mapping is the one that contains the `nbytes` bytes at `address`. Returns the number of
+    bytes copied, or 0 if there is no such mapping. Pointers into the mapping stay valid, and the
+    slab is released. During the call, other threads may read the memory, but not write to it.
 
     Raises:
         OutOfMemoryError: There is no memory for the copy; nothing has changed.
@@ -380,7 +379,7 @@ class SlabWriter:
     def write(self, data: memoryview, beyond: int = 0) -> int:
         """Copy bytes to the next free place in the slab; return their offset.
 
-        The offset is `beyond` bytes after a multiple of the alignment of slabs.
+        The bytes begin `beyond` bytes after an aligned offset.
 
         Raises:
             OutOfMemoryError: There is no memory left.

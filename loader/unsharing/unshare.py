@@ -30,8 +30,8 @@ class ResidentCheck:
     """The result of `verify`: how many residents (shared tensors) and bytes were hashed.
 
     - `mismatches` has the digests of residents whose bytes have changed.
-    - `not_verifiable` names shared tensors without a digest of their bytes: packed weights, by the
-      key of their layer, and tensors that were cast on a device, as `DEVICE:DIGEST`.
+    - `not_verifiable` lists the shared tensors that cannot be checked. Packed weights are listed by
+      the key of their layer. Tensors that were cast on a device are listed as `DEVICE:DIGEST`.
     """
 
     residents: int
@@ -141,9 +141,9 @@ def leave_gpus(model: nn.Module) -> int:
 def let_go_of_written(model: nn.Module) -> int:
     """Give private memory to the parameters and buffers that were written to while shared.
 
-    Returns the bytes copied. Other models do not see such writes (copy-on-write), but the mapping
-    of a written tensor keeps its slab in memory. This function ends the mapping. Tensors on other
-    devices than the CPU are left as they are. No thread may write to the model meanwhile.
+    Returns the bytes copied. Other models do not see such writes (copy-on-write), but a written
+    tensor still keeps its slab in memory. After this call, it does not. Tensors on other devices
+    than the CPU are left as they are. No thread may write to the model meanwhile.
 
     Raises:
         OutOfMemoryError: There is no memory for the copies.

@@ -107,12 +107,12 @@ class Backend(Protocol):
         """
 
     def reclaim(self, fd: int, nbytes: int) -> Memory:
-        """Return the sealed slab of an earlier manager that the descriptor `fd` refers to.
+        """Take over a sealed slab of an earlier manager; `fd` is the slab's descriptor.
 
         The returned object owns `fd`. If this method raises, the caller still owns `fd`.
 
         Raises:
-            NotSealedError: `fd` is not memory that this backend can take over. If the backend
-                seals, this includes a slab that is not sealed, has holes, or has another size than
+            NotSealedError: `fd` is not memory that this backend can take over. A backend that can
+                seal also refuses a slab that is not sealed, has holes, or has another size than
                 `nbytes`.
         """

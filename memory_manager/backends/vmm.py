@@ -1,13 +1,13 @@
-"""A backend for GPU memory that passes it on as file descriptors and never maps it.
+"""A backend for GPU memory, which it lends as file descriptors and never maps.
 
 One backend serves one GPU. The memory is made by cuMemCreate and exported by
 cuMemExportToShareableHandle. Then cuMemRelease releases the handle, and only the descriptor keeps
 the memory. None of these calls needs a CUDA context, so the manager takes no GPU memory of its own.
 
-Without a mapping, the manager cannot zero, seal or hash the memory. It trusts the digests that the
-writer sends, and trusts the writer to have unmapped the memory. If clients offer slabs back after a
-restart, the manager checks only that these are memory of this GPU. Readers map the memory
-read-only, and the hardware refuses their writes.
+Without a mapping, the manager cannot zero, seal or hash the memory. It trusts the writer to send
+the right digests, and to have unmapped the memory. After a restart, clients can offer slabs back.
+The manager then checks only that a slab is memory of this GPU. Readers map the memory read-only,
+and the hardware refuses their writes.
 """
 
 import os

@@ -460,21 +460,21 @@ class Client:
     def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
         """Publish a layer record under `keys`, without a reservation.
 
-        This client must hold leases on all tensors in `digests`. Return the number of keys that now
-        lead to the new record. Keys that have a record already keep it. Keys after the first are
-        left out if their layers are being built, or if the manager has no memory left for them.
+        This client must hold leases on all tensors in `digests`. Return how many keys got the
+        record. A key that has a record already keeps it. Keys after the first are skipped if their
+        layers are being built, or if the manager has no memory left.
 
         Raises:
-            RefusedError: A tensor is not leased, the manager has no memory left for the first key,
-                or the layer of the first key is being built.
+            RefusedError: A tensor is not leased, the layer of the first key is being built, or the
+                manager has no memory left for the first key.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
         """Note a layer record, so that `reconnect` publishes it again with the next manager.
 
-        `digests` are the record's tensors, on which this client must hold leases. Return those of
-        `keys` that were not yet noted with this record and these digests.
+        `digests` are the record's tensors, on which this client must hold leases. Return the keys
+        for which the note is new or has changed.
         """
         new = (record, tuple(digests))
         found = [key for key in keys if self._records.get(key) != new]

@@ -112,7 +112,7 @@ def _finalizer(
 
 
 class SlabTable:
-    """The slabs that came over one connection, by the manager's numbers for them.
+    """The slabs that came over one connection, by number.
 
     The table has one descriptor for each slab. Each manager numbers its slabs anew, so every
     connection has a table of its own.

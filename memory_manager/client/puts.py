@@ -57,8 +57,8 @@ takes more than a few seconds, and leaves no writable mapping of the slab.
 class NewTensor:
     """A tensor to be written to the manager: its size in bytes (at least 1), and its digest.
 
-    `digest` is "" if it is not known before the tensor is written. `data` has the bytes for
-    `write_data` to copy, or is None if another `Fill` function writes the tensor.
+    `digest` is "" if it is not known before the tensor is written. `data` has the bytes, which
+    `Client.put` copies by default. It can be None if the caller gives its own `fill` function.
     """
 
     nbytes: int
@@ -70,8 +70,8 @@ class NewTensor:
 class NewLayer:
     """A layer to be published: its record, and its tensors.
 
-    The manager does not interpret `record`. `also` has further keys for the layer. Those that have
-    a record already, that are being built, or for which no memory is left, are left out.
+    The manager does not interpret `record`. `also` has further keys for the layer. Further keys
+    that cannot be used are skipped, for example because they have a record already.
     """
 
     record: bytes
@@ -97,11 +97,11 @@ class PutResult:
     * `layers` has the layers that are now in the manager's memory. The caller keeps all other
       layers in private memory.
     * `error` is the error that ended the call, or None.
-    * `unusable` has the layers for which the manager holds a tensor with the same digest but
-      another size.
+    * `unusable` has an error for each layer that could not be built because the manager has one of
+      its digests for a tensor of another size.
     * `still_building` has the keys that other processes were still building when the time was up.
 
-    A layer is in none of these fields in three cases:
+    A layer is missing from all of these fields in three cases:
 
     * It was published before, with another record or other digests.
     * This call gave it up after repeated attempts.
@@ -171,9 +171,9 @@ class Put:
     def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
         """Build and publish `layers`; return each with a lease on each of its tensors.
 
-        Resident tensors are leased; `fill` writes only the missing ones. If the manager holds a
-        tensor with the same digest but another size, the layer is not built but entered into
-        `unusable`.
+        Tensors that are resident already are leased; `fill` writes only the missing ones. A layer
+        is not built if the manager has one of its digests for a tensor of another size. The error
+        is then in `unusable`.
 
         Raises:
             RefusedError: There is no room, or the bytes do not match the announced digest.
@@ -322,8 +322,8 @@ class Put:
         """Publish a layer: from now on `key` leads to its record and tensors.
 
         `record` has at most MAX_RECORD bytes. The tensors in `digests` must be leased by this
-        client or sealed by this put. `also` has further keys for the record. Those that have a
-        record already, that are being built, or for which no memory is left, are left out.
+        client or sealed by this put. `also` has further keys for the record. Further keys that
+        cannot be used are skipped, for example because they have a record already.
         """
         publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
@@ -362,15 +362,15 @@ def publish(
     digests: Sequence[str],
     keys: Sequence[str],
 ) -> int:
-    """Publish one record under several keys; return the number of keys that now lead to it.
+    """Publish one record under several keys; return how many keys got it.
 
     Keys that have a record already keep it, and are not counted. `put` is the number of the put
-    that has reserved the first key, or 0 without a reservation. Keys that do not fit into one
-    message are sent in further messages.
+    that has reserved the first key, or 0 without a reservation.
 
     Raises:
-        RefusedError: The put was taken over, a tensor is not leased, the manager has no memory left
-            for the first key in a message, or the layer of that key is being built by another put.
+        RefusedError: The put was taken over, a tensor is not leased, or the first key in a message
+            (of 1 + MAX_KEYS keys) cannot be used. That is so if another put builds its layer, or
+            the manager has no memory left.
     """
     size = 1 + MAX_KEYS
     new = 0

@@ -5,10 +5,9 @@
     # in another process
     weights = connect().get("llama")
 
-A state dict is published as its storages, and a storage that several tensors view is published
-once. Up to 128 storages form a layer, whose key is computed from their bytes. The last layer has an
-index of the tensors, and its key is the name. Because this layer comes last, a put that was killed
-leaves nothing under the name. Storages that are in the manager already are not stored again.
+A state dict is published as its storages. A storage that several tensors view is published once.
+Storages that are in the manager already are not stored again. The name is published last, together
+with an index of the tensors. So a put that was killed leaves nothing under the name.
 """
 
 import mmap
@@ -56,9 +55,9 @@ class _Index(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 class PublishedStateDict:
     """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
 
-    `nbytes` is the size of all storages. `written_bytes` is the size of those that were new to the
-    manager, rounded up: storages are published in groups of up to 128, and a group with any
-    new storage counts as a whole.
+    `nbytes` is the size of all storages. `written_bytes` is the size of the groups of storages that
+    were written. A group has up to 128 storages, and some of them may have been in the manager
+    already.
     """
 
     name: str
@@ -154,8 +153,7 @@ class StateDictClient:
         """Return the state dict `name`, or None if it is not published or was evicted in part.
 
         Its tensors are in the order in which they were put. They are mapped, not copied. A write to
-        a tensor goes to a private copy of the page, which only tensors of this result with the same
-        storage see.
+        a tensor is private to this result: the kernel copies the page that is written.
 
         Raises:
             ConfigError: The name is not valid.

@@ -5,8 +5,7 @@ budget as soon as it is requested. It stops counting when the manager has releas
 can have it mapped any more. If a connection breaks, the slabs that its process may have mapped
 count until that process ends.
 
-The manager's own records count against the budget, too, because the records of a slab with very
-small tensors are larger than the slab itself.
+The manager's own records count against the budget, too.
 """
 
 import sys
@@ -34,8 +33,8 @@ _SHARE_REMEMBERED: Final = 16
 class ResidentEntry:
     """A tensor in a sealed slab (block of memory).
 
-    `leases` counts the leases on the tensor, and `asleep` those leases that belong to sleeping
-    engines. `holds` counts the leases and also the unfinished puts (builds) that need the tensor.
+    `holds` counts all uses of the tensor: leases, and unfinished puts (builds) that need it.
+    `leases` counts only the leases, and `asleep` only the leases of sleeping engines.
     """
 
     digest: str
@@ -58,8 +57,8 @@ class SlabState:
     * `busy`: whether a backend job runs on the slab.
     * `doomed`: whether the slab will be released when that job ends.
     * `released_but_mapped`: the manager has released the slab, but a process may have it mapped.
-    * `holds`: the sum of `holds` of the tensors in the slab.
-    * `named`: the bytes that the names of these tensors' checkpoints take.
+    * `holds`: the sum of `ResidentEntry.holds` of the tensors in the slab.
+    * `named`: the memory for the names of these tensors' checkpoints, in bytes.
     * `lingering`: the processes that may still have the slab mapped, as recorded by `linger`.
     """
 

@@ -235,12 +235,12 @@ class Core:
     ) -> tuple[int, list[Effect]]:
         """Take over a slab of the last manager.
 
-        Return the new number of the slab, and the effects. The ReclaimSlab effect has the same
-        number. `spans` and `checkpoints` describe the tensors in the slab, in the same order.
+        Return the new number of the slab, and the effects. `spans` and `checkpoints` describe the
+        tensors in the slab, in the same order.
 
         Raises:
-            RefusedError: There is no room for the slab or its descriptor, or no slab can have this
-                size and these `spans`.
+            RefusedError: There is no room for the slab or its descriptor, or `nbytes` or `spans` is
+                not valid.
         """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()

@@ -54,7 +54,7 @@ class SealAndHash:
 class ReclaimSlab:
     """Check and hash a slab of an earlier manager; then call `Core.hashed`.
 
-    The slab's descriptor came with the present message, or was inherited from the earlier manager.
+    The slab's descriptor came with the client's message, or was inherited from the earlier manager.
     A piece is the offset, size and digest of a tensor.
     """
 

@@ -83,10 +83,10 @@ class PutState:
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
-        """Go to the state that follows the present state after `event`.
+        """Change the state as `event` requires.
 
         Raises:
-            BadTransition: The event is not allowed in the present state.
+            BadTransition: The event is not allowed in the current state.
         """
         self.state = advance(self.state, event)
 
@@ -144,8 +144,8 @@ class ClientState:
 class Process:
     """A process with connections, or with slabs that it may still have mapped.
 
-    `lingering` has the numbers of the slabs that it may have mapped although one of its connections
-    or puts has ended.
+    A connection or a put may end while the process still has its slabs mapped. `lingering` has the
+    numbers of these slabs.
     """
 
     number: int
@@ -157,8 +157,9 @@ class Process:
 class PendingOffer:
     """A slab of an earlier manager that is being checked and hashed.
 
-    `connection` is the number of the client that offered it, or 0 if the last manager left it with
-    systemd. `checkpoints` has the names of the checkpoints of each tensor, if they are known.
+    `connection` is the number of the client that offered the slab. It is 0 if the last manager left
+    the slab with systemd. `checkpoints` has the names of each tensor's checkpoints, if they are
+    known.
     """
 
     connection: int
@@ -340,10 +341,10 @@ class ManagerState:
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Evict unused slabs until the budget is kept or none is left to evict.
+        """Evict unused slabs until the budget is kept or no slab can be evicted.
 
-        Records that have lost a tensor are removed. Effects are queued to free the slabs that were
-        released, and to cancel jobs that are no longer needed.
+        Records that have lost a tensor are removed. Effects that free slabs or cancel jobs are
+        queued.
         """
         self.ledger.trim()
         for record in list(self.ledger.orphans):

@@ -211,7 +211,7 @@ def _announced(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """Handle the backend's result for a slab that was to be sealed and hashed.
+    """Handle the result of sealing and hashing the slab `number`.
 
     `result` is the list of digests or, after a failure, the code and text of the error.
     """

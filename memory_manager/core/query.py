@@ -112,10 +112,9 @@ def release(state: ManagerState, now: float, connection: ClientState, message: R
 def stand_by(state: ManagerState, _now: float, connection: ClientState, message: StandBy) -> None:
     """Handle StandBy: mark leases as held by a sleeping engine, or remove the marks.
 
-    The reply says for each tensor whether it is in use by an engine that is awake: any client has a
-    lease without the mark, or an unfinished put needs the tensor. All leases are marked before the
-    reply is made. So if two engines fall asleep at the same time, the second one learns that no
-    other engine is awake.
+    The reply says for each tensor whether an engine that is awake uses it. Any client counts as
+    such an engine if it has a lease without the mark, or an unfinished put that needs the tensor.
+    All leases are marked before the reply is made.
     """
     for number in message.leases:
         if number not in connection.leases:

@@ -48,8 +48,8 @@ def inherit(
     in the same order.
 
     Raises:
-        RefusedError: There is no room for the slab or its descriptor, or no slab can have this size
-            and these `spans`.
+        RefusedError: There is no room for the slab or its descriptor, or `nbytes` or `spans` is not
+            valid.
     """
     slab = _slab_for(state, now, nbytes, spans, _NOBODY)
     names = tuple(tuple(each) for each in checkpoints)
@@ -89,7 +89,7 @@ def _slab_for(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """Handle the backend's result for a slab that was to be checked and hashed.
+    """Handle the result of checking and hashing the slab `number` of an earlier manager.
 
     `result` is the list of digests or, after a failure, the code and text of the error.
     """

@@ -1,8 +1,8 @@
 """The interface of the CUDA driver: the about thirty calls that this package uses.
 
 The docstring of each method names the calls of the driver that it makes. Handles, addresses and
-events are integers; sizes are in bytes. In all implementations, the test double included, a failed
-call raises NoMemoryError if the GPU is full, and DeviceError otherwise.
+events are integers; sizes are in bytes. A failed call raises NoMemoryError if the GPU is full, and
+DeviceError otherwise.
 """
 
 import logging
@@ -231,9 +231,8 @@ class Undo:
     """A context manager that calls functions ("steps") at its end to undo earlier actions.
 
     The step that was added last is called first. `keep` discards all steps. If a step raises
-    BackendError, the other steps are still called, and the error is added as a note to the error
-    that ended the block. If no error ended the block, the step's error is logged. Use the object in
-    one thread only.
+    BackendError, the other steps are still called. Its error is added as a note to the error that
+    ended the block, or logged if there is none. Use the object in one thread only.
     """
 
     def __init__(self) -> None:

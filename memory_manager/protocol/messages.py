@@ -65,7 +65,7 @@ class Extent(WirePart, frozen=True):
 class SlabRef(WirePart, frozen=True):
     """The number of a slab, and its size in bytes.
 
-    A reply with a list of these brings the slabs' descriptors in the same order.
+    The descriptors of the slabs in a reply are sent with it, in the same order.
     """
 
     slab: Number
@@ -131,8 +131,8 @@ class Progress(Message, frozen=True):
 class Seal(Message, frozen=True):
     """Ask to seal and hash a slab that has been written and unmapped.
 
-    The tensors in the slab then become resident. If their digests became known only during the
-    writing, `digests` has the digests of all tensors. Otherwise it is empty.
+    The tensors in the slab then become resident. `digests` has the digests of all tensors. It can
+    be empty if Allocate had all of them, or if the manager hashes the memory itself.
     """
 
     put: Number
@@ -145,8 +145,8 @@ class Publish(Message, frozen=True, omit_defaults=True):
     """Make a key lead to a layer record, whose tensors are resident.
 
     `put` is the number of the put that has reserved the key, or 0 without a reservation. `also` has
-    further keys for the record. Those that have a record already, that are being built, or for
-    which no memory is left, are left out.
+    further keys for the record. Further keys that cannot be used are skipped, for example because
+    they have a record already.
     """
 
     put: Number
@@ -183,7 +183,7 @@ class Release(Message, frozen=True):
 class StandBy(Message, frozen=True):
     """Mark leases as held by a sleeping engine or, with `asleep=False`, remove the marks.
 
-    A marked lease keeps its tensor in memory, too. The reply says which of the tensors are used by
+    A marked lease still keeps its tensor in memory. The reply says which of the tensors are used by
     an engine that is awake.
     """
 
@@ -334,8 +334,8 @@ class Waited(Message, frozen=True):
 class StoodBy(Message, frozen=True):
     """The answer to StandBy: for each lease, whether an engine that is awake uses its tensor.
 
-    This is the case if any client has a lease on the tensor that is not marked as asleep, or an
-    unfinished put needs the tensor.
+    Any client counts as such an engine if it has a lease that is not marked as asleep, or an
+    unfinished put that needs the tensor.
     """
 
     awake: list[bool]

@@ -15,8 +15,8 @@ class Totals(Message, frozen=True, omit_defaults=True):
     """The answer to Status: the state of the manager in numbers. Sizes are in bytes.
 
     * `charged` counts against `budget`. It includes the manager's own records.
-    * `lingering_bytes` are the bytes of slabs that a process may still have mapped although its
-      connection or its put has ended.
+    * `lingering_bytes`: a process may still have a slab mapped after its connection or its put has
+      ended. This is the size of all such slabs.
     * `leaf_shared_bytes`: a client may map some leaves (pieces of 2 MiB) of a tensor as parts of
       another tensor. This is the size of all parts that are mapped so.
     """
@@ -65,9 +65,9 @@ class ClientRow(WirePart, frozen=True):
 def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
     """Return a lower bound of the bytes of memory that sharing saves.
 
-    The result is the sum of the bytes that the processes use, minus `leased_bytes`, the size of all
-    tensors in use, each counted once. If a process has several connections, only the one with the
-    most bytes counts, because they may lease the same tensors.
+    `leased_bytes` is the size of all tensors in use, each counted once. The result is the sum of
+    the bytes that the processes use, minus `leased_bytes`. If a process has several connections,
+    only the one with the most bytes counts.
     """
     used: dict[int, int] = {}
     for row in clients:

@@ -100,7 +100,7 @@ class ClientEvents(Protocol):
     def ended(self, process: int) -> None:
         """Handle the end of a process.
 
-        If the end of a process cannot be watched, the end of its last connection stands for it.
+        If a process cannot be watched, this is called right after `disconnected`.
         """
 
 

@@ -1,8 +1,7 @@
 """The HTML page of `tensor-dedup serve --dashboard`: what is in memory, and what sharing saves.
 
-The page loads nothing from other hosts, changes nothing, and requests `/overview.json` from its own
-server every two seconds. Exact sizes are in `data-bytes` beside each rounded number. Text from the
-server is inserted as text, never as HTML.
+The page loads nothing from other hosts and changes nothing. It requests `/overview.json` from its
+own server every two seconds, and inserts text from there as text, never as HTML.
 """
 
 from typing import Final

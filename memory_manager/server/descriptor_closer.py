@@ -1,8 +1,7 @@
 """Close descriptors and free memory on threads, so that the event loop never blocks on them.
 
-Closing can block for as long as the other end likes, if the descriptor is a socket with SO_LINGER,
-or a file on FUSE, on NFS or of a terminal. Freeing the memory of a slab takes about 0.3 s for each
-GiB.
+Closing a descriptor can block without limit, for example if it is a file on NFS. Freeing the memory
+of a slab takes about 0.3 s for each GiB.
 """
 
 import os

@@ -48,8 +48,8 @@ class Start:
     * `device`: the UUID or ordinal of a GPU, or "" for host memory. A GPU's socket lies beside
       `socket`.
     * `backend`: "vmm" or "ipc". It is used for a GPU only.
-    * `handle`: with "vmm", the sizes of CUDA handles are multiples of this; 0 stands for the
-      smallest possible unit.
+    * `handle`: the sizes of CUDA handles are multiples of this. If it is 0, the smallest possible
+      unit is used. Only "vmm" uses it.
     """
 
     socket: Path

@@ -79,10 +79,10 @@ _ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 
 
 
 def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
-    """Return a new histogram of the seconds that look-ups of layers or tensors take.
+    """Make a histogram of the seconds that look-ups of layers or tensors take.
 
-    Also return the histogram's child with the label `device`, in which the caller records each
-    look-up.
+    Return the histogram, and its child with the label `device`. The caller records each look-up in
+    the child.
     """
     text = "Seconds from a look-up of layers or tensors until its answer is on its way."
     name = _PREFIX + "attach_seconds"
@@ -132,7 +132,7 @@ class MetricsSource(Protocol):
 class TotalsCollector(Collector):
     """A Prometheus collector with a metric for each number of `Totals`, labelled by device.
 
-    If there is an overview, it also has metrics of the largest checkpoints.
+    With the dashboard, it also has metrics of the largest checkpoints.
     """
 
     def __init__(self, source: MetricsSource) -> None:

@@ -1,8 +1,8 @@
 """Slow jobs on threads: allocate slabs, seal and hash them, and check offered ones.
 
-A job consists of short steps. The clients take turns: a free thread takes a step from a job of the
-next client, so a job on gigabytes delays a small job of another client by one step only. Jobs do
-not call the core. Their outcomes are queued, and the event loop is woken to fetch them.
+A job consists of short steps, and the jobs of different clients take turns. So a job on gigabytes
+delays another client's small job by one step only. Jobs do not call the core. Their outcomes are
+queued, and the event loop is woken to fetch them.
 """
 
 import contextlib
@@ -75,8 +75,8 @@ class SlabJobs:
     """The jobs of one manager, and the threads that run them.
 
     Call the methods in the event loop's thread; only `allocate` and `ring` are safe from any
-    thread. The parameter `client` is the number of a process, not of a connection, so a process
-    with several connections gets no more turns than another.
+    thread. The parameter `client` is the number of a process. All connections of a process share
+    its turns.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:

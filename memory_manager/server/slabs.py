@@ -69,8 +69,8 @@ class Slabs:
     ) -> None:
         """Perform an effect of the core.
 
-        `arrived` has the descriptors that came with the present message. For a ReclaimSlab, the
-        slab's descriptor is the one that `inherit` has stored, or else is taken from `arrived`.
+        `arrived` has the descriptors that came with the client's message. A ReclaimSlab takes its
+        descriptor from there, unless `inherit` has stored one for the slab.
         """
         match effect:
             case AllocateSlab(slab, nbytes, process):

@@ -2,11 +2,11 @@
 
 When the manager ends, it sends the descriptors of its sealed slabs to systemd, together with a
 memory file that has an index of their contents. The next manager inherits the descriptors. It
-decodes the index strictly, and checks and hashes the slabs like slabs that clients offer.
+decodes the index strictly. It checks and hashes the slabs like slabs that clients offer.
 
-Slabs of GPU memory cannot be hashed, so their digests are taken from the index. The index lists
-each slab by the name of its descriptor. Such a name is never used twice, so no slab gets the
-digests of another one.
+Slabs of GPU memory cannot be hashed, so their digests are taken from the index. There, each slab
+has the name of its descriptor. Such a name is never used twice, so no slab gets the digests of
+another one.
 """
 
 import array
@@ -55,7 +55,10 @@ class HandoverTensor(WirePart, frozen=True):
 
 
 class HandoverSlab(WirePart, frozen=True):
-    """A slab. Its descriptor is stored as NAME-GENERATION, with the index's `generation`."""
+    """A slab and its tensors.
+
+    systemd keeps the slab's descriptor under NAME-GENERATION, with the index's `generation`.
+    """
 
     name: Name
     nbytes: Size
@@ -74,8 +77,8 @@ class HandoverRecord(WirePart, frozen=True):
 class HandoverIndex(Message, frozen=True, tag="Index"):
     """The index for the next manager: slabs, layer records and pins.
 
-    `generation` is random and part of the name of each stored descriptor. So a slab cannot be
-    mistaken for one with the same number that systemd still has from an earlier index.
+    `generation` is random, and part of the name under which systemd keeps each descriptor. So a
+    slab of an earlier index is never taken for one of this index.
     """
 
     generation: Name

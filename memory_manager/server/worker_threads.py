@@ -1,7 +1,7 @@
 """Start the manager's threads, all of them before it serves clients.
 
-Because of a limit on processes (`ulimit -u`, or a container's limit), a thread that is started only
-when it is needed may fail to start. The event loop or a request would then fail, too.
+A limit on processes (`ulimit -u`, or a container's limit) can keep a thread from starting. If a
+thread failed to start later, the event loop or a request would fail, too.
 """
 
 import logging

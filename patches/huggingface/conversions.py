@@ -114,8 +114,8 @@ def watch(config: TensorDedupConfig, alone: Guard) -> None:
     manager that keeps other threads from converting modules. Its value is False while this thread
     loads a model, because the load shares the tensors itself.
 
-    The first conversion after the last shared tensor is gone removes the wrapper. While the wrapper
-    exists, another call replaces `config`.
+    If the wrapper exists already, its `config` is replaced, but not its `alone`. Once nothing is
+    shared any more, the next conversion removes the wrapper.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -319,9 +319,10 @@ class Conversion:
         """Wait until the devices have finished their work for this conversion.
 
         Call this after torch has passed all tensors to this object. After the wait, other models
-        may use the converted tensors, and threads may hash them. If accelerate offloads the model,
-        its residents in host memory are kept, so that the model returns to them without a copy or a
-        hash.
+        may use the converted tensors, and threads may hash them.
+
+        If accelerate offloads the model, the model's residents in host memory are kept alive. The
+        model can then return to them without a copy or a hash.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):

@@ -52,7 +52,7 @@ class PendingTransfer(NamedTuple):
 class GpuConversion:
     """The part of a model's conversion that moves its shared tensors to one GPU.
 
-    If the model has equal tensors, each uses a resident of its own on the GPU (a replica). `taken`
+    Equal tensors of the model get separate residents on the GPU, which are called replicas. `taken`
     lists the replicas that the model uses there already. `failed` is the first error as text, or
     None. Use the object in one thread only.
     """

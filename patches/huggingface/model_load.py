@@ -252,9 +252,9 @@ def run(
 
     - Only one load runs at a time: a load in another thread is waited for.
     - If this thread runs a load already, the models belong to that load and its report.
-    - If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
-    - If `call` fails otherwise, the random number generators are restored, and the error is raised.
-      They are not restored if a second call fails, or within another load.
+    - If a load fails at its first attempt, the random number generators are restored.
+    - If a remembered digest (hint) was wrong, `call` is then called a second time, without hints.
+      Other errors are passed on.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.
@@ -345,9 +345,10 @@ def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Move a pipeline or module to `device`, and share its private tensors as `share` does.
+    """Move `target`, a pipeline or module, to `device`, and share its private tensors.
 
-    The tensors are shared before a move to another device, but after a move to the CPU.
+    They are shared as by `share`. If `device` is the CPU, this happens after the move, otherwise
+    before it.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -383,7 +384,7 @@ def leave_alone(loaded: object) -> None:
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
     """Share the parameters of `target`, a pipeline or module in memory, and return a report.
 
-    If `report()` does not list all modules in `target` yet, it also lists this report.
+    The report is also added to `report()`, unless all modules in `target` were reported before.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.

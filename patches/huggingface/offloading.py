@@ -63,10 +63,9 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `original`, with which Diffusers copies a parameter to a device.
+    """Return a wrapper of `original`, the function of Diffusers that moves a parameter to a device.
 
-    The wrapper keeps the parameter's shared host memory, which the wrapper from `offloading` gives
-    back to the parameter.
+    The wrapper remembers the parameter's shared host memory, so that `offloading` can restore it.
     """
 
     @functools.wraps(original)
@@ -82,10 +81,10 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper of `original`, with which Diffusers moves a group back to host memory.
+    """Return a wrapper of `original`, the function of Diffusers that moves a group to host memory.
 
-    If a parameter did not change on the device, the wrapper first gives it the shared host memory
-    that it had before. So Diffusers does not copy the parameter.
+    If a parameter did not change on the device, the wrapper first restores its shared host memory.
+    So Diffusers does not copy the parameter.
     """
 
     @functools.wraps(original)

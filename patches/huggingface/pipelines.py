@@ -91,8 +91,9 @@ def sweep(target: object, config: object = None) -> ModelReport:
 
     Each parameter stays the same object but gets other memory: that of a shared tensor with equal
     bytes or, if there is none, that of a new shared tensor. During the call no thread may write to
-    the models or run them. `config` defaults to the configuration set by `enable`. If `report()`
-    does not list all modules in `target` yet, it also lists this report.
+    the models or run them. `config` defaults to the configuration set by `enable`.
+
+    The report is also added to `report()`, unless all modules in `target` were reported before.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module, or `config` has
@@ -107,9 +108,9 @@ def move(target: object, device: object, config: object = None) -> None:
     """Move `target`, a pipeline or module, to `device` like `.to(device)`, and share its tensors.
 
     If another model has an equal tensor on that device, that tensor is used and nothing is copied.
-    Private tensors are shared as by `sweep` if they lie in host memory or on a GPU whose memory can
-    be shared. On other devices they stay private. `config` defaults to the configuration set by
-    `enable`.
+    Tensors that are not shared yet are shared as by `sweep`: after a move to the CPU, otherwise
+    before the move. They stay private if they are then on a device whose memory cannot be shared.
+    `config` defaults to the configuration set by `enable`.
 
     On a device other than the CPU, shared memory must not be written in place. peft,
     `load_state_dict`, textual inversion and optimizers get private memory before they write. Call

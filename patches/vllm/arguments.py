@@ -64,14 +64,15 @@ class _Request:
 def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
     """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
-    `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed;
-    the result keeps its keys other than "tensor_dedup".
+    `load_format` and `extra` are the two arguments as the user gave them. The result is
+    "tensor_dedup" and a copy of `extra` with the configuration as the item "tensor_dedup", except
+    in two cases:
 
-    * If `value` is None and `load_format` is not "tensor_dedup", the two arguments are returned
-      with equal values, or {} in place of an `extra` of None.
+    * If `value` is None and `load_format` is another format, sharing was not asked for. The result
+      is `load_format` and a copy of `extra`.
     * If the configuration has `enabled` off, the result makes vLLM load without this package.
-    * If `load_format` and `extra` are the result of an earlier call, and `value` is None or the
-      same as before, they are returned with equal values.
+
+    The result of an earlier call may be passed again, with the same `value` or None.
 
     Raises:
         ConfigError: The configuration is not valid, does not combine with the load format, or was
@@ -110,8 +111,11 @@ def refuse_moving_weights(settings: object) -> None:
     """Refuse engine arguments with which vLLM would overwrite or move shared weights.
 
     `settings` are the engine arguments, and `MOVES_WEIGHTS` lists those that are refused. There are
-    two exceptions: `weight_transfer_config` is allowed on a CPU, and `enable_sleep_mode` on a GPU
-    with a memory manager, if this vLLM's sleep mode is supported.
+    two exceptions:
+
+    * `weight_transfer_config` is allowed on a CPU.
+    * `enable_sleep_mode` is allowed on a GPU with a memory manager, if this vLLM's sleep mode is
+      supported.
 
     Raises:
         ConfigError: An argument in `MOVES_WEIGHTS` is set, and is not allowed here.

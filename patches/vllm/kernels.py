@@ -88,10 +88,10 @@ def packs_int8(layer: nn.Module) -> bool:
 
 
 def dispatch() -> dict[str, bool]:
-    """Return which features are installed that decide how vLLM packs a weight on a CPU.
+    """Return whether the features that affect how vLLM packs a weight on a CPU are available.
 
-    The result maps each feature's name to True or False. Instruction sets and environment variables
-    also affect the packing, but are not included.
+    The result maps each feature's name, such as "onednn", to True or False. Instruction sets and
+    environment variables also affect the packing, but are not included.
     """
     return {
         "onednn": bool(_custom_ops._supports_onednn),
@@ -110,7 +110,7 @@ def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     result is None in these cases:
 
     * There is no such function, or it holds no packed weight.
-    * The closure also holds other data, such as a copy of the layer's bias (vLLM 0.28).
+    * The closure also holds other data, such as a copy of the layer's bias.
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -150,12 +150,11 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Context manager: int8 handlers that this thread creates meanwhile keep their scales.
+    """Context manager: int8 handlers that this thread creates inside it keep their scales alive.
 
-    A oneDNN handler has only a pointer to its scales. Inside the block, each new handler also gets
-    a reference to them, so that the scales exist as long as the handler. The context manager yields
-    the list of the scales' storages so far, with one entry for each handler. Several threads can
-    use it at the same time.
+    A oneDNN handler has only a pointer to its scales. So each new handler also gets a reference to
+    them. The context manager yields a list. Each new handler adds one entry, which identifies the
+    storage of its scales. Several threads can use the context manager at the same time.
     """
     kept: list[int] = []
     with _HANDLERS.watched():
@@ -224,8 +223,8 @@ _HANDLERS: Final = _Handlers()
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
     """Return whether another object also uses the memory of `parameter`, such as a kernel's view.
 
-    `kept` is the list that `scales_kept` yields: the storages of scales that oneDNN handlers refer
-    to. Uses by these handlers do not count.
+    `kept` is the list that `scales_kept` yields, with an entry for each oneDNN handler. Uses by
+    these handlers do not count.
     """
     storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.

@@ -4,8 +4,7 @@ vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer. D
 this package, the call comes here. Layers are shared in one of two ways:
 
 * By layer key, before they are processed. The key identifies the processed result. This is done
-  only for combinations of quantisation method and kernel that tests cover (`CONSTANT_METHODS`,
-  `_PREPROCESSED` and `kernels`).
+  only for combinations of quantisation method and kernel that tests cover.
 * By content, afterwards. vLLM processes the layer, and its final tensors are hashed and replaced by
   shared tensors with equal bytes.
 """
@@ -93,8 +92,8 @@ class PreprocessedLayer(KeyedLayer):
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
         """Process the layer and share its parameters by content.
 
-        The result is registered under `key` for equal layers, if all parameters could be shared and
-        the kernel's attributes can be copied to other layers.
+        If all parameters could be shared, and the kernel's attributes can be copied to other
+        layers, the result is registered under `key`, so that equal layers can use it.
         """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)

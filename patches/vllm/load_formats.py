@@ -30,8 +30,7 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
     `mine` is one of these:
 
     * anything that `TensorDedupConfig.from_any` takes;
-    * a dict of the fields of a TensorDedupConfig, with the inner format as "inner". An item
-      "stored" is ignored.
+    * a dict of the fields of a TensorDedupConfig, with the inner format as "inner".
 
     Raises:
         ConfigError: The configuration is not valid.
@@ -56,11 +55,11 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 
 
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
-    """Mark the embeddings in a saved state as tied again, if vLLM took them for untied.
+    """Mark the embeddings in `model_config` as tied again, if vLLM took them for untied.
 
-    A saved state has tied weights only once, under one name. vLLM expects this only for the load
-    format `sharded_state`, but here the load format is `tensor_dedup`. If the inner format
-    `load_format` is not `sharded_state`, nothing is done.
+    This is done for a saved state, which has tied weights only once. vLLM knows this only if its
+    own load format is `sharded_state`. If the inner format `load_format` is not `sharded_state`,
+    nothing is done.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:

@@ -463,9 +463,9 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
     """Return `held`, or the size of the checkpoint at `path` loaded as `dtype`, if that is less.
 
-    `held` is the number of bytes that a memory manager holds of the checkpoint. This may include
-    copies in another dtype. Rows or padding that an engine adds to tensors are not part of the
-    size. If the checkpoint cannot be read, `held` is returned.
+    `held` is the number of bytes that a memory manager holds of the checkpoint. It may be too high,
+    because it may include copies in another dtype. If the checkpoint cannot be read, `held` is
+    returned.
     """
     try:
         tensors = open_checkpoint(path, follow_links=True).tensors()

@@ -2,9 +2,8 @@
 
 These are unquantised layers and int8 layers (w8a8). A packed weight cannot be mapped, hashed or
 written. So the handler object itself is shared, within one process only. Equal layers are found by
-a layer key, which includes how the unpacked weight follows from the checkpoint (its recipe). The
-other tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the
-layer's record.
+a layer key, which is known before the weight is packed. The other tensors in an int8 layer (scales,
+sums of columns) are shared one by one.
 
 oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
 engines in one process take turns: vLLM keeps its forward context in a variable of the process.
@@ -67,9 +66,9 @@ class PackedGemm(KeyedLayer):
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the weight if its digest is not known yet, and return it by name.
 
-        The layer key needs the digest. The result is {} if the digest is known. It is also {} if
-        the layer keeps a large weight unpacked, because that weight is read directly into shared
-        memory.
+        The layer key needs the digest. If the digest is known, the result is {}. If the layer also
+        needs the unpacked weight and the weight is large, it is read directly into shared memory,
+        and the result is {} too.
         """
         session, weight = self.context.session, self.weight
         if weight.installed or weight.known:
@@ -80,9 +79,10 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function that computes the layer in `record`, with its packed weight if any.
+        """Return the function that computes the layer which `record` describes.
 
-        The result is None if no layer uses the function any more.
+        The function holds the packed weight, if there is one. The result is None if no layer uses
+        the function any more.
         """
         return record.opaque() if record.opaque is not None else None
 

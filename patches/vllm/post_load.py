@@ -100,8 +100,8 @@ def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
     A parameter without an equal shared tensor becomes a new shared tensor. A parameter that cannot
-    be shared stays private, for example if a kernel's handler uses its memory. So that this
-    function sees such uses, the model must have been loaded inside `with scales_kept():`.
+    be shared stays private, for example if a kernel's handler uses its memory. Load the model
+    inside `with scales_kept():`, because otherwise such a use goes unnoticed.
 
     `total` is the size of the model in bytes, packed weights included. What is not in parameters is
     reported as private.

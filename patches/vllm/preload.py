@@ -3,8 +3,8 @@
     python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
 
 The manager runs no models, so this is a process of its own. It loads the checkpoint with the
-installed vLLM, whose engine runs in a child process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0.
-(With 0, vLLM uses another number of threads, which is a part of layer keys.) The tensors stay
+installed vLLM. Set VLLM_ENABLE_V1_MULTIPROCESSING as for the engines that will use the tensors: the
+number of vLLM's threads depends on it, and layer keys depend on that number. The tensors stay
 pinned under the checkpoint's name until `tensor-dedup unpin`. The exit status is 1 if not all could
 be put into the manager.
 """

@@ -90,10 +90,10 @@ class LayerContext:
     ) -> LayerKey:
         """Return the key of a layer that has not been processed yet.
 
-        The key includes, for each parameter, a digest of how it follows from the checkpoint (its
-        recipe). The digests of the parameter's source tensors must be known. If the layer has only
-        one parameter, `content` may be given in place of the recipe: the digest of that parameter's
-        bytes.
+        The key includes a digest of each parameter's recipe: how it follows from the checkpoint.
+        The digests of its source tensors must be known. If the layer has only one parameter,
+        `content` may be given: the digest of that parameter's bytes. It is then used instead of the
+        recipe.
         """
         return LayerKey.of(
             self.process,
@@ -235,9 +235,9 @@ class ProcessedLayer:
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
         """Give each parameter its content in private memory, so that vLLM can process the layer.
 
-        `made` maps names to tensors that were computed already. Each of them is copied and removed
-        from `made`, and its temporary memory is freed. Only tensors for parameters that share a
-        storage stay in `made`.
+        `made` maps names to tensors that were computed already. They are copied, removed from
+        `made` and freed. A tensor stays in `made` only if its parameter shares a storage with
+        another one.
         """
         session = self.context.session
         for name, each in self.deferred.items():

@@ -505,8 +505,8 @@ class LoadRun:
     def say_not_lent(self, report: ModelReport) -> None:
         """Add to `report` why tensors are not shared with other processes, or not by leaf.
 
-        Sharing by leaf means that tensors that differ share the leaves (2 MiB) that are equal. If
-        there is no such reason, `report` is not changed.
+        Sharing by leaf means that two different tensors share those pieces of 2 MiB (leaves) that
+        are equal. If there is no such reason, `report` is not changed.
         """
         reason = self.session.provider.not_lent
         if reason is not None:
@@ -563,9 +563,8 @@ def parameters_on_host(
     """Context manager: while it is active, parameters of new modules go to host memory.
 
     When the calling thread creates a module on `device`, each parameter is moved to host memory.
-    Its content is copied, except for storages that `uninitialised` lists. To keep this list right,
-    create the modules inside `with uninitialised.watching():`. If `device` is a CPU, nothing is
-    done.
+    Its content is copied, unless `uninitialised` lists its storage. Create the modules inside
+    `with uninitialised.watching():`, which fills this list. If `device` is a CPU, nothing is done.
     """
     if device.type == "cpu":
         yield

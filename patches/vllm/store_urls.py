@@ -25,9 +25,9 @@ def is_url(model: object) -> bool:
 def resolve(arguments: MutableMapping[str, Any]) -> None:
     """Replace the model `store://NAME` in `arguments` by a folder that stands for the checkpoint.
 
-    `arguments` are engine arguments with the load format `tensor_dedup`. An entry that says where
-    the tensors are is added to their `model_loader_extra_config`. If the store lacks the checkpoint
-    and a remote is configured, the checkpoint is pulled first.
+    `arguments` are engine arguments with the load format `tensor_dedup`. Their
+    `model_loader_extra_config` gets an entry that says where the tensors are. If the store lacks
+    the checkpoint and a remote is configured, the checkpoint is pulled first.
 
     Raises:
         StoreError: There is no such checkpoint in the store or remote, or it is damaged.

@@ -51,7 +51,7 @@ def create_model(
 ) -> nn.Module:
     """Build the module tree as `load_model` in the installed vLLM does.
 
-    If `loader`, which is vLLM's loader, has a method `create_model`, this method is called.
+    If vLLM's `loader` has a method `create_model`, it is called, otherwise `initialize_model`.
     """
     build = getattr(loader, "create_model", initialize_model)
     model: nn.Module = build(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
@@ -66,10 +66,10 @@ _CHECKS = "_tensor_dedup_checks_keep_plain"
 
 
 def install() -> None:
-    """Wrap vLLM's packing function, so that weights that are shared unpacked stay unpacked.
+    """Wrap vLLM's packing function to leave layers with KEEP_PLAIN unpacked. Idempotent.
 
-    A layer with such a weight has the attribute KEEP_PLAIN. Without the wrapper, a reload would
-    pack the weight. Idempotent.
+    A layer whose weight is shared unpacked has this attribute. Without the wrapper, a reload would
+    pack the weight.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):

@@ -107,10 +107,9 @@ class TensorDedupConfig:
             its folder, True for your own store, or None for no store.
         store_writes: Whether tensors that were read from files are also put into `store`.
         remote: The URL of the remote that a `store://` checkpoint is pulled from when it is not in
-            the store. None takes the URL from the environment variable TENSOR_DEDUP_REMOTE or, if
-            that is not set, from `remote` in a configuration file; without either, nothing is
-            pulled. The URL must not contain a credential, because credentials come from the
-            environment.
+            the store. If None, the URL is that of the environment variable TENSOR_DEDUP_REMOTE, or
+            else that of `remote` in a configuration file. If neither is set, nothing is pulled.
+            The URL must not contain a credential: credentials come from the environment.
         frozen_base: Layers that a vLLM model takes from a base in place of its own, given as a
             FrozenBase or as a dict with `base` and `layers`. This changes what the model computes.
             None takes every layer from the model's checkpoint.

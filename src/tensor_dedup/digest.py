@@ -7,9 +7,8 @@ The two are different modes of BLAKE3, so a leaf digest never equals a digest. B
 contiguous and little-endian. Algorithms other than BLAKE3 have no leaves: they hash u64le(nbytes)
 and the bytes. Their digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes
-last combines the results. So work in the pool never waits for other work in the pool, and cannot
-deadlock however many callers there are.
+One thread pool serves the whole process. Work in the pool never waits for other work in the pool,
+so it cannot deadlock however many callers there are.
 """
 
 import hashlib
@@ -68,23 +67,23 @@ def submit(
 ) -> "Future[str]":
     """Start hashing `data` on the thread pool; the future's result is `digest(data, algorithm)`.
 
-    `fill(piece, offset)`, if given, writes the bytes at `offset` of `data` into `piece` just before
-    they are hashed. With blake3, `fill` is called once for each leaf, from several threads at once
-    and in any order. If `fill` returns a leaf's 32-byte digest, the leaf is not hashed. With other
-    algorithms, `fill` is called once for all of `data`. An error in `fill` is raised by this call
-    or by the future.
+    If `fill` is given, `data` need not be filled yet: `fill(piece, offset)` writes the bytes at
+    `offset` of `data` into `piece` just before they are hashed. With blake3, `fill` is called once
+    for each leaf, from several threads at once and in any order. If it returns the leaf's 32-byte
+    digest, the leaf is not hashed. With other algorithms, `fill` is called once for all of `data`.
+    An error in `fill` is raised by this call or by the future.
 
-    `leaves`, if given, receives the leaf digests in order, before the result is set. It stays empty
-    in these cases:
+    If the list `leaves` is given, the leaf digests are added to it in order, before the result is
+    set. It stays empty in these cases:
 
     * The algorithm is not blake3.
     * `data` is a single leaf.
     * A thread of the pool calls this function.
 
-    `data` is released before the result is set, so an mmap may be closed as soon as result() has
-    returned. If `data` is small, or a thread of the pool calls this function, `data` is hashed
-    before the call returns; so waiting for the result inside the pool is safe. The future cannot be
-    cancelled. In a forked child, futures of the parent never complete.
+    `data` is released before the result is set. If it is an mmap, it may be closed as soon as
+    result() has returned. If a thread of the pool calls this function, `data` is hashed before the
+    call returns, so the thread may wait for the result. The future cannot be cancelled. In a forked
+    child, futures of the parent never complete.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
@@ -122,9 +121,10 @@ def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
 def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    `fill(piece, offset)` writes the bytes at `offset` into `piece`, a buffer that is reused for
-    other leaves. So `fill` must also copy the bytes to their destination. Otherwise `fill`,
-    `leaves` and the future work as for `submit`. Do not wait for the result inside the pool.
+    `fill(piece, offset)` writes the bytes at `offset` into the buffer `piece`, which is reused for
+    other leaves. If the bytes are needed later, `fill` must also copy them elsewhere. Otherwise
+    `fill`, `leaves` and the future work as for `submit`. A thread of the pool must not wait for the
+    result.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
@@ -182,9 +182,9 @@ def digests_by_place(
 ) -> dict[tuple[int, int], str]:
     """Return a dict from (offset, size) to digest, for a range of bytes and for each of its leaves.
 
-    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. In the
-    dict, a leaf has the digest that `digest` returns for its bytes, which is not its leaf digest.
-    If the range is a single leaf, the dict has one entry.
+    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. The dict
+    does not hold these leaf digests. For each leaf, it holds what `digest` returns for the leaf's
+    bytes. If the range is a single leaf, the dict has one entry.
 
     Raises:
         IntegrityError: The number of leaves does not match `nbytes`, or a leaf digest is not 32

@@ -190,14 +190,14 @@ def own_memory(nbytes: int, at: int = 0) -> int:
 
 
 def move_over(source: int, target: int, nbytes: int, name: str) -> None:
-    """Move the mapping at `source` over the mapping at `target`, atomically for readers.
+    """Move the mapping at `source` over the mapping at `target`.
 
-    Readers of `target` see the old or the new contents. `name` is the name of the file that is
-    mapped at `target`.
+    A thread that reads `target` meanwhile gets the old or the new contents. `name` is the name of
+    the file that is mapped at `target`.
 
-    In a rare failure the kernel leaves nothing mapped at `target`. A copy of the new contents is
-    then mapped there; until it is, a read gets SIGSEGV. If the copy fails too, the process is
-    aborted.
+    If the kernel has too little memory, it can leave nothing mapped at `target`. A copy of the new
+    contents is then mapped there. A read before that gets SIGSEGV. If the copy fails too, the
+    process is aborted.
 
     Raises:
         OSError: The move failed, and both mappings are unchanged.

@@ -21,15 +21,14 @@ _log = logging.getLogger(__name__)
 class Seam:
     """A function, class or attribute of a framework that this package depends on.
 
-    `target` is "module:qualified name", and `reason` says why the target matters. `part` says in a
-    sentence what a load does without the target; in a `VllmSeam`, `part` names a feature instead.
-    The first of these that is not empty is compared with the installed framework:
+    `target` is "module:qualified name", and `reason` says why the target matters. `part` says what
+    a load does without the target. The installed framework must have the target, and:
 
-    1. `has`, names of attributes, annotated fields included;
-    2. `signature`, the whole signature, or one of the signatures of older versions in `earlier`;
-    3. `needs`, names of parameters.
+    * with `has`, the target must have attributes of these names;
+    * with `signature`, it must have this signature, or one of `earlier`, of older versions;
+    * with `needs`, it must take parameters of these names.
 
-    If all of them are empty, the target must only exist. If `optional` is True, it may be missing.
+    With `has`, the other two are not compared. If `optional` is True, the target may be missing.
     `versions` are the framework versions in which it was seen, oldest first.
     """
 
@@ -148,10 +147,10 @@ def usable(seam: Seam) -> bool:
 class Replacements:
     """A context manager that replaces functions of a framework while it is active.
 
-    `wanted` has pairs of a function's recorded signature (a `Seam`) and a callable that makes the
-    replacement from the original function. An installed function with another signature is not
-    replaced. The replacements take effect in all threads; the context manager itself is for one
-    thread.
+    `wanted` has pairs of a `Seam`, which names a function and its signature, and a callable. The
+    callable gets the original function and returns the replacement. An installed function with
+    another signature is not replaced. The replacements take effect in all threads. The context
+    manager itself is for one thread.
     """
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:

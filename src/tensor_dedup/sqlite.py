@@ -116,7 +116,7 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
     The connection may be used by one thread at a time. Other threads may fork at any time, but a
     forked child must not use the connection. If another process is writing, a call waits for up to
-    `timeout_s` seconds; a fork may wait as long.
+    `timeout_s` seconds. A fork in another thread waits until the call returns.
     """
     with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.

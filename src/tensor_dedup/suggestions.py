@@ -16,8 +16,7 @@ def perhaps(name: str, names: Iterable[str]) -> str:
 def install_hint(extra: str) -> str:
     """Return a sentence that says how to install the optional extra `extra` of this package.
 
-    The command installs from a clone, because this package is not published under its name. A
-    foreign package could take the name, and a hint with the name would then install foreign code.
+    The command installs from a clone, because this package is not published under its name.
     """
     return f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`"
 

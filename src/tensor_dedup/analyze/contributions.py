@@ -34,9 +34,9 @@ class Contribution:
     `own` are the tensors whose bytes no earlier checkpoint has; of equal tensors, only the first is
     listed. `adds_bytes` is their size. `layers` are in natural order.
 
-    `leaf_shared_bytes` is the part of `adds_bytes` in leaves (2 MiB) that an earlier checkpoint
-    has. Leaves are shared only between tensors of 8 MiB and more, with equal dtype and row shape,
-    at equal offsets. Leaves whose digests are not known are not counted.
+    `leaf_shared_bytes` is the part of `adds_bytes` in leaves (2 MiB) that an earlier checkpoint has
+    at the same offset, in a tensor of equal dtype and row shape. Only leaves with known digests, in
+    tensors of 8 MiB and more, are counted.
     """
 
     own: tuple[AnalyzedTensor, ...]

@@ -55,8 +55,8 @@ class CheckpointDiff:
     * `unchanged` is the number of tensors with equal names, bytes, dtypes and shapes.
     * `renamed` has pairs of old and new names of tensors that are otherwise equal.
     * `added` and `removed` have names and sizes in bytes.
-    * `state_differs` is True if `a` and `b` are training steps that also differ in other values
-      than tensors, or in structure.
+    * `state_differs` is True if `a` and `b` are training steps that differ in structure, or in
+      values that are not tensors.
     """
 
     a: str

@@ -37,9 +37,9 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 class Digests:
     """The digests of all requested tensors, and how many bytes were read and hashed.
 
-    `by_file` maps each file to a dict from byte range to digest. A tensor has an entry for its
-    whole range. If the tensor has several leaves (2 MiB), each leaf has an entry, too, if its
-    digest is known.
+    `by_file` maps each file to a dict from place to digest. A place is an offset and a size in
+    bytes. Each tensor has an entry. Leaves (2 MiB) of larger tensors have entries, too, if their
+    digests are known.
     """
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
@@ -57,8 +57,8 @@ def read_digests(
     """Hash the tensors of each file in `files`, on all CPUs that this process may use.
 
     Files whose digests `hints` remembers are not read; new digests are added to `hints`. `links`
-    maps a file to the folders into which symbolic links on its path may lead. For other files,
-    links may lead anywhere. Each thread takes 4 MiB of memory.
+    maps a file to the folders into which symbolic links on its path may lead. On the path
+    of any other file, they may lead anywhere. Each thread takes 4 MiB of memory.
 
     Raises:
         ChangedFileError: A file changed while it was read.

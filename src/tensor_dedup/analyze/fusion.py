@@ -46,9 +46,9 @@ _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
 class Final:
     """A parameter of the loaded model, made of one or more tensors of the checkpoint (`parts`).
 
-    If vLLM fuses several tensors, `suffix` is the name of the fused module, such as `qkv_proj`;
-    otherwise it is "". `complete` is False if some of the tensors are too small to be shared;
-    `parts` does not have these.
+    If vLLM fuses several tensors, `suffix` is the name of the fused module, such as `qkv_proj`.
+    Otherwise it is "". Tensors that are too small to be shared are left out of `parts`. `complete`
+    is False if any were left out.
     """
 
     name: str
@@ -78,11 +78,11 @@ class FusedGroup:
     """Counts for all fused parameters of one kind, such as `qkv_proj`, in all checkpoints.
 
     * `fused` is the number of these parameters.
-    * `followers` is their number without those in the first checkpoint that has any. No earlier
-      checkpoint could share those.
+    * `followers` is their number without those in the first checkpoint that has any. That
+      checkpoint finds none of them in memory.
     * `shared` is the number of shared parameters.
-    * `broken` is the number of private parameters with parts that would be shared without fusing,
-      and `lost_bytes` is the size of those parts.
+    * `broken` is the number of parameters that are private although some of their parts are in
+      memory. Without fusing, these parts would be shared. `lost_bytes` is their size.
     """
 
     suffix: str
@@ -95,10 +95,10 @@ class FusedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """A tensor that is in memory already, but cannot be shared because its fused parameter differs.
+    """A tensor that is in memory, but not shared, because its fused parameter is not in memory.
 
     `suffix` is the kind of the fused parameter, such as `qkv_proj`. `by_leaf` is True if the leaves
-    of the tensor can still be shared, provided that vLLM keeps weights unpacked.
+    of the tensor can still be shared. They are shared only if vLLM keeps weights unpacked.
     """
 
     tensor: AnalyzedTensor
@@ -114,8 +114,9 @@ class Fused:
     * `shared_tensors` and `shared_bytes` are the number and size of parameters that an earlier
       checkpoint has already.
     * `lost` has, for each checkpoint, the tensors that are not shared because of fusing.
-      `lost_bytes` is the size of these tensors, and `broken` the number of their parameters.
-    * `leaf_shared_bytes` is the part of `lost_bytes` that is still shared by leaf if vLLM keeps
+      `lost_bytes` is the size of all of them. `broken` is the number of parameters that they are
+      fused into.
+    * `leaf_shared_bytes` is the part of `lost_bytes` whose leaves are still shared if vLLM keeps
       weights unpacked.
     """
 

@@ -17,8 +17,8 @@ _HEAD = re.compile(r"head|output|score|classif|logits")
 class Cell:
     """A cell of the chart: one or more layers of a checkpoint, and which tensors are shared.
 
-    `shared` says for each of `tensors` whether an earlier checkpoint has it. In the first
-    checkpoint, it says whether a later checkpoint has the tensor.
+    `shared` has a value for each of `tensors`: True if an earlier checkpoint has the tensor. In the
+    first checkpoint, True means that a later checkpoint has it.
     """
 
     tensors: tuple[AnalyzedTensor, ...]

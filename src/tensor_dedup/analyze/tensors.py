@@ -54,8 +54,8 @@ class Measured:
 class Residents:
     """A count of the tensors in memory while checkpoints are loaded one after another.
 
-    Tensors are shared between models, but equal tensors in one model stay separate: the n-th of
-    them is shared with the n-th in another model.
+    Equal tensors are shared between models, but stay separate within a model. Of several equal
+    tensors, the first is shared with the first in another model, and so on.
     """
 
     def __init__(self) -> None:

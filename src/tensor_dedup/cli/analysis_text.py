@@ -48,8 +48,8 @@ def show_summary(
 ) -> None:
     """Print what the checkpoints take together, what each adds and why, and what to do next.
 
-    `labels` are the names of the checkpoints. The text fits the console's width. If `whole` is
-    False, it also fits one screen of a terminal; text for a pipe is not cut.
+    `labels` are the names of the checkpoints. The text fits the console's width. On a terminal,
+    rows and notes that do not fit one screen are left out, unless `whole` is True.
     """
     endless = console.width >= _ENDLESS
     labels = [printable(label) for label in labels]

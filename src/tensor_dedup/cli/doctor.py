@@ -63,8 +63,8 @@ print("\\n" + json.dumps({"seams": len(seams), "mismatches": found}))
 class Finding:
     """A result of a check: `about` is what was checked, and `what` describes the result.
 
-    `verdict` is "ok", "note" for information, "no" if something cannot be shared, or "damaged" for
-    the store.
+    `verdict` is "ok", "note" for information, "no" if something cannot be shared, or "damaged" if
+    the store is damaged.
     """
 
     about: str

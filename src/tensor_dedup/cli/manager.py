@@ -274,9 +274,9 @@ def look_up(admin: Admin, name: str) -> HeldName:
 
 
 def not_held_error(admin: Admin, name: str, advice: str = "") -> WrongUse:
-    """Return the error that the manager holds nothing of `name`, with the most similar names.
+    """Return the error that the manager holds nothing of `name`.
 
-    The message ends with `advice`.
+    The message suggests names that the manager holds, if any, and ends with `advice`.
     """
     offer = _offer(admin, name)
     more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""

@@ -115,10 +115,10 @@ def existing(store: str | None) -> Store:
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """Open an existing store; if there is none, print a message and return None.
+    """Open an existing store. If there is none, print a message that says so, and return None.
 
-    If `as_json` is True, `document` is printed instead of the message. If `document` has a field
-    `store`, the path at which there is no store is printed in this field.
+    If `as_json` is True, `document` is printed instead of the message. Its field `store`, if it has
+    one, is printed with the path where a store was expected.
     """
     try:
         return existing(store)

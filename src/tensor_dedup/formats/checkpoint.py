@@ -7,9 +7,9 @@ folder the first of these that exists is read:
 2. files of torch.save with the names that libraries give to weights;
 3. the data files of a `tensor_index.json`.
 
-If a folder tree, or a component of a pipeline, has none of these, other files of torch.save are
-read. If there are none either, GGUF files are read. Where a folder has several copies of the same
-weights, `tensor_dedup.formats.weight_choice` chooses one.
+Other files of torch.save are read only if the whole folder, or a component of a pipeline, has none
+of these. If there are none either, GGUF files are read. Where a folder has several copies of the
+same weights, `tensor_dedup.formats.weight_choice` chooses one.
 
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
 pipeline (a folder with a `model_index.json`) only the components that this file names are read, not

@@ -184,7 +184,7 @@ class Cursor:
         return self._blob[start : self.at]
 
     def skip(self, nbytes: int) -> int:
-        """Fetch the next `nbytes` bytes, advance past them, and return their offset."""
+        """Advance past the next `nbytes` bytes, and return their offset."""
         start, end = self.at, self.at + nbytes
         if end > len(self._blob):
             self._load(end)

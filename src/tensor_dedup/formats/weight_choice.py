@@ -69,10 +69,10 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The file names to read in a folder: either `indexes`, whose shards are read, or `files`.
+    """The names of the weight files to read in a folder.
 
-    `missing` is the first file that is missing from a numbered series in `files`, or None if no
-    file is missing.
+    Either `indexes` names shard indexes, and the shards that they list are read, or `files` names
+    the weight files. `missing` is the first file that is missing among numbered files, or None.
     """
 
     indexes: tuple[str, ...] = ()

@@ -123,8 +123,7 @@ def names_in(header: Header) -> set[str]:
 def members_in(header: Header) -> Mapping[str, PickledTensor]:
     """Return the tensors of a torch.save file by name. For other formats the result is empty.
 
-    Unlike `header.tensors`, the result includes aliases and overlapping views. The `held_by` of a
-    tensor names the tensor in `header.tensors` that contains its bytes.
+    Unlike `header.tensors`, the result includes aliases and overlapping views.
     """
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
     return {member.name: member for member in members}

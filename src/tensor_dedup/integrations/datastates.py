@@ -424,12 +424,12 @@ def newest_tag(
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
     `store` and `drain` are the values in DeepSpeed's JSON. A checkpoint can be loaded if the steps
-    for all files of all ranks are in `store` or `drain`. If this holds for the checkpoint that the
-    file `latest` names, its tag is returned. Otherwise the result is the tag of the checkpoint
-    whose files were written last, among those that can be loaded.
+    for all files of all ranks are in `store` or `drain`. The checkpoint that the file `latest`
+    names is preferred. If it cannot be loaded, the most recently written checkpoint that can be
+    loaded is chosen.
 
     If torch.distributed is initialized, all ranks must call this function together, and all get the
-    result of rank 0. The call also starts to copy steps that are only in `store` to `drain`.
+    result of rank 0. The call also starts to copy to `drain` the steps that `drain` does not have.
 
     Raises:
         NotAStoreError: `store` or `drain` is something other than a store.

@@ -265,9 +265,8 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor 
 class StoreReader(StorageReader):
     """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
-    `checkpoint_id` is the number of the step. If it is not given to the first load, the latest step
-    is read. If it is not given to a later load, that load reads the same step as the load before.
-    Every byte that is read is verified.
+    `checkpoint_id` is the number of the step. Without it, the first load reads the latest step, and
+    each later load reads the same step as the load before. Every byte that is read is verified.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:

@@ -213,8 +213,8 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
 
     * `name` is the name of a step, and `manifest` the name of the step's manifest.
     * `key` is the same in all pointer files of one checkpoint.
-    * `counts` has the numbers of files with model states and with optimizer states in a complete
-      checkpoint. Only pointers to model states have it.
+    * `counts` is a pair: how many files of model states, and how many files of optimizer states, a
+      complete checkpoint has. Only pointers to model states have it.
 
     `key` and `counts` are set by `tensor_dedup.integrations.datastates` only.
     """
@@ -251,7 +251,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         """Return the state in the step that the pointer names.
 
         `open_run` is called with the name of a run and returns the run. `path`, the path of the
-        pointer file, is used in error messages only. `advise` returns the advice with which the
+        pointer file, is used in error messages only. `advise` returns the text with which the
         message of an UnknownStepError ends.
 
         Raises:
@@ -271,10 +271,12 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
     def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
-        """Return the place of the pointer's step in the order of saving, as a sequence number.
+        """Return the sequence number of the pointer's step.
 
-        The result is None if the step was deleted, or was saved again after the pointer was
-        written. `places(run)` returns the places of the steps of a run, by step number.
+        Later saves of the same run have higher numbers. The result is None if the step was
+        deleted, or was saved again after the pointer was written.
+
+        `places(run)` maps the step numbers of a run to sequence numbers and manifests.
         """
         step = parse_step_name(self.name)
         found = None if step is None else places(step.run).get(step.step)

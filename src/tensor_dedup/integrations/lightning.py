@@ -54,9 +54,9 @@ __all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
 class StoreIO(CheckpointIO):
     """A checkpoint plugin that saves and loads paths `store://RUN@STEP` through a store.
 
-    Other paths are handled as files. Runs that were passed to `__init__` or `add` have their own
-    stores and retention rules. For a step of any other run, the first of these stores that has the
-    step is used, or else the first store.
+    Other paths are handled as files. Each run that was passed to `__init__` or `add` has its own
+    store and retention rules. For a step of any other run, the first of these stores that has
+    the step is used. If none has it, the first store is used.
     """
 
     def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
@@ -223,10 +223,10 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Prepare for asynchronous saves, and record the number of the current step.
+        """Prepare for asynchronous saves, and note the step at which the training starts.
 
         If saves are asynchronous, each optimizer will wait until the tensors that it changes have
-        been copied. `on_train_batch_end` does not save the step with the recorded number.
+        been copied. `on_train_batch_end` does not save the step at which the training starts.
         """
         self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:

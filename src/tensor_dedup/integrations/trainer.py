@@ -146,8 +146,7 @@ class StoreCallback(TrainerCallback):
     ) -> None:
         """Save the last step of the previous epoch if a save is due.
 
-        The save is made at this point because Trainer restores random states here if it resumes a
-        training between two epochs. A `StoreError` ends the training; all saved steps stay intact.
+        A `StoreError` ends the training; all saved steps stay intact.
         """
         self._save_if_due(args, state, given)
 
@@ -156,8 +155,7 @@ class StoreCallback(TrainerCallback):
     ) -> None:
         """Save the previous step if a save is due.
 
-        The save is made at this point because Trainer restores random states here if it resumes a
-        training within an epoch. A `StoreError` ends the training; all saved steps stay intact.
+        A `StoreError` ends the training; all saved steps stay intact.
         """
         self._save_if_due(args, state, given)
 

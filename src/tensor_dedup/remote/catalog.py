@@ -5,11 +5,10 @@ object with pieces and a table of these pieces; a copy of the table is a separat
 may be stored as a delta, that is, as a difference from another piece, its base.
 
 The catalog consists of immutable segments, which list containers with prefixes of the digests of
-their pieces. Offsets, encodings and bases are only in the tables. One small object, the head, names
-the current segments and the trash. The trash lists unused objects that a gc has condemned, so that
-a later gc deletes them. Every push and every gc replaces the head by a conditional write, and so
-learns of the changes that others have made (`commit`). Everything but the trash can be rebuilt from
-the tables.
+their pieces. One small object, the head, names the segments in use and the trash. The trash lists
+unused objects that a gc has condemned, so that a later gc deletes them. Every push and every gc
+replaces the head by a conditional write, and so learns of the changes that others have made
+(`commit`). Everything but the trash can be rebuilt from the tables.
 
 A prefix of 16 bytes proves that a container holds a piece, and a push relies on it. If the catalog
 has many pieces, prefixes for large containers are cut to 3 or 4 bytes to save space. A short prefix
@@ -277,9 +276,8 @@ class Catalog:
     def assure(self, digests: Iterable[bytes]) -> None:
         """Record that the remote certainly has these pieces, because a reference leads to them.
 
-        If only one container may hold a piece, that container then certainly holds it, and its
-        table need not be read. If several containers may hold the piece, nothing is recorded for
-        it. Call this method before any table is read.
+        A piece is recorded only if a single container may hold it. The table of that container then
+        need not be read. Call this method before any table is read.
         """
         self._assured = {digest_ for digest_ in digests if self._has_one_holder(digest_)}
 
@@ -289,7 +287,7 @@ class Catalog:
         return len({*held}) == 1 and len(alone) in (0, len(held))
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether `assure` has recorded where this piece certainly is."""
+        """Return whether `assure` has recorded this piece."""
         return digest_ in self._assured
 
 
@@ -332,9 +330,9 @@ def unheld(
 ) -> set[bytes]:
     """Return those of the pieces in `digests` that no container holds.
 
-    Tables are read where the catalog alone is not certain. If `suspicious` is True, or if damage is
-    noted on the remote, bases are checked too: a delta then counts as held only if containers also
-    hold all of its bases.
+    Tables are read where the catalog alone is not certain. Usually, a piece that is stored only as
+    a delta counts as held. If `suspicious` is True, or if damage is noted on the remote, such a
+    piece counts only if containers also hold all bases of the delta.
     """
     confirm(bucket, catalog, digests)
     if suspicious or DAMAGED in catalog.trash.condemned.values():
@@ -571,9 +569,8 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     Left out are:
 
     * containers that are condemned or being deleted according to `catalog`;
-    * deltas with a base in no container. The containers that were left out do not count here,
-      except for those that were condemned because of damage: `unheld` checks deltas with a base in
-      these later.
+    * deltas with a base that none of the remaining containers has. Containers that were condemned
+      because of damage count as remaining here; `unheld` checks such bases later.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
@@ -678,9 +675,9 @@ def commit(
       names, or None to change nothing. If another writer has replaced the head meanwhile, `change`
       is called again with that writer's catalog.
     * `pause` waits between the attempts.
-    * `told_by_bytes` says that the write counts as successful if the head now has exactly the bytes
-      of this call, even if the server reported a conflict. Set it to False if another writer may
-      write the same bytes.
+    * `told_by_bytes` matters if the server reports a conflict, but the head now has the bytes of
+      this call. If it is True, the write counts as successful. Set it to False if another writer
+      may write the same bytes.
 
     Returns the catalog that `change` received last.
 
@@ -792,8 +789,8 @@ def segment_of(
 def prefix_width(pairs: int, bits: int) -> int:
     """Return the shortest length of digest prefixes, in bytes, that makes collisions rare enough.
 
-    If `pairs` pairs of prefixes of this length are compared, the probability that two different
-    digests have the same prefix is below 2^-bits. The length is at least 3.
+    `pairs` is the number of comparisons of two prefixes. The probability that different digests
+    look equal in any of them is below 2^-bits. The length is at least 3.
     """
     return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 

@@ -114,11 +114,11 @@ def restore_marker(bucket: Bucket) -> str | None:
     """Write the marker `FORMAT` of a remote again if it is missing or damaged.
 
     Returns the fault of the marker as a text, or None if the marker is intact. Without write
-    access, only the fault is returned. Without an intact marker, the bucket still counts as a
-    remote if both conditions hold:
+    access, only the fault is returned. If the marker is not intact, the other objects must show
+    that the bucket is a remote:
 
-    * the catalog is readable;
-    * at least one reference is readable, or the catalog is empty and there are no references.
+    * The catalog is readable.
+    * At least one reference is readable, or the catalog is empty and there are no references.
 
     Raises:
         NotARemoteError: The bucket is empty or holds something else, or too much of it is lost to

@@ -64,9 +64,9 @@ def in_small_encoded(
 ) -> set[bytes]:
     """Return the pieces in `reused` whose stored sizes a list of holders has to record.
 
-    These are the pieces that are in small containers and may be encoded. If there are only a few
-    small containers, the result is empty. `reused` has the pieces that a push need not send: it
-    maps pairs (digest, whether stored without a base) to the containers that hold the pieces.
+    `reused` has the pieces that a push need not send. It maps pairs (digest, whether stored without
+    a base) to the containers that hold the pieces. The result has the pieces that are in small
+    containers and may be encoded. If there are only a few small containers, it is empty.
     """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
@@ -77,8 +77,9 @@ def in_small_encoded(
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
     """Return the sizes in bytes that pieces probably take on the remote, by digest.
 
-    The size of a piece is that of its smallest encoded copy in the local store `source`. For a
-    piece that is too small to be encoded, it is the size of the piece. Other pieces are left out.
+    The size of a piece is that of its smallest encoded copy in the local store `source`. A piece
+    that is too small to be encoded counts with its full size. Larger pieces without an encoded copy
+    are left out.
     """
     found = dict[bytes, int]()
     for digest in digests:

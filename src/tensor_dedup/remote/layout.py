@@ -159,7 +159,7 @@ def referred(text: bytes, name: str, where: str) -> str | None:
 
 
 def damaged_state(tag: str) -> str:
-    """Return a text to use in place of the manifest name that a damaged reference lacks.
+    """Return a placeholder for the manifest name that cannot be read from a damaged reference.
 
     `tag` is the tag of the reference.
     """
@@ -167,7 +167,7 @@ def damaged_state(tag: str) -> str:
 
 
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return what the reference of `name` leads to, even if the reference is damaged.
+    """Parse the reference of `name`; return a placeholder if the reference is damaged.
 
     `found` is the result of `Bucket.get` for the reference, and `where` is its URL. The result is:
 

@@ -1,9 +1,9 @@
 """The containers that a push sends, planned from the pieces that the remote lacks.
 
-A piece is sent in an encoded form (compressed, or as a delta from a base) if the store has a form
-that is smaller, and if the base is on the remote or is sent too. Otherwise the piece is sent
-unencoded. An encoded piece may refer to parts: leaves of it that are stored as pieces of their own.
-Parts that the remote lacks are sent too.
+A piece is sent in an encoded form (compressed, or as a delta from a base) if the store has one that
+is smaller. For a delta, the base must also be on the remote, or be sent too. All other pieces are
+sent unencoded. An encoded piece may refer to parts: leaves of it that are stored as pieces of their
+own. Parts that the remote lacks are sent too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -64,8 +64,7 @@ class DamagedRecordError(Exception):
     """A piece could not be read from the local store in the form that was planned.
 
     If `cause` is None, an encoded copy is damaged, and the piece may be sent in another form.
-    Otherwise, the piece was to be sent unencoded and the store has no intact copy of it; `cause` is
-    the error of the read.
+    Otherwise, the store has no intact copy of the piece, and `cause` is the error of the read.
     """
 
     def __init__(self, digest: bytes, cause: StoreError | None = None) -> None:
@@ -90,8 +89,8 @@ class Planner:
         """Return the containers in which the `missing` pieces are to be sent.
 
         `missing` maps the digests of pieces to their sizes, and `catalog` says what the remote has.
-        Copies that were passed to `note` as damaged are not used. Otherwise, equal arguments give
-        equal containers.
+        Encoded copies that `note` has recorded as damaged are not used. Apart from that, equal
+        arguments give equal containers.
 
         Raises:
             MissingObjectError: The store `source` does not have one of the pieces.

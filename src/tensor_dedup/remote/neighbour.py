@@ -29,8 +29,8 @@ def copy_checkpoint(
     """Copy the checkpoint `name` from the store `source` to the store `target`.
 
     Each store is a pair of its objects and a function that opens a session. `seen` has the digests
-    of pieces that earlier results count. The result does not count these pieces again, and the
-    digests of this checkpoint's pieces are added to `seen`.
+    of pieces that were counted in earlier results. They are not counted again. The digests of this
+    checkpoint's pieces are added to `seen`.
 
     Raises:
         UnknownNameError: The source has no checkpoint of this name.

@@ -28,7 +28,8 @@ def pull_missing(
     the same checkpoint, one pulls and the others wait. Progress is logged.
 
     Raises:
-        UnknownRemoteNameError: The remote has no checkpoint of this name. A run does not count.
+        UnknownRemoteNameError: The remote has no checkpoint of this name. The name of a run is not
+            enough.
         RemoteError: The remote cannot be used.
         StoreError: The remote's content is damaged, or the store failed. Nothing was committed.
     """

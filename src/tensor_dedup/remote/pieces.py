@@ -416,7 +416,7 @@ class LostPieces:
     """A record of the pieces that earlier pulls could not get, for the pulls that follow.
 
     A checkpoint that needs one of these pieces fails at once, without downloading its other pieces.
-    The object is false until `note` is called. Use it from one thread only.
+    `bool()` of the object is False until `note` is called. Use it from one thread only.
     """
 
     def __init__(self) -> None:
@@ -433,10 +433,10 @@ class LostPieces:
         return self._is_any
 
     def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Record what `error`, which ended the pull of a checkpoint, reports as lost.
+        """Record the piece, or the place in a container, that `error` reports as lost.
 
-        This is a piece, or a missing or damaged place in a container. `wanted` maps the digests of
-        the checkpoint's pieces to their sizes.
+        `error` ended the pull of a checkpoint. `wanted` maps the digests of the checkpoint's pieces
+        to their sizes.
         """
         self._is_any = True
         facts = error.facts
@@ -476,9 +476,9 @@ class LostPieces:
     ) -> None:
         """Check that none of `places` is known to be missing or damaged.
 
-        `places` maps the digest of each piece to be read to its container and its entry in the
-        container's table. For the message, `names` maps digests to names of tensors, and `where` is
-        the URL.
+        `places` maps the digest of each piece to be read to its place: the container, and the entry
+        in the container's table. For the message, `names` maps digests to names of tensors, and
+        `where` is the URL.
 
         Raises:
             MissingRemoteError: One of the places is known to be missing or damaged.

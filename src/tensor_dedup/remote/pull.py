@@ -133,10 +133,10 @@ def list_refs(
 ) -> dict[str, ObjectStatus]:
     """Return the checkpoint names on a remote, sorted, each with the status of its reference.
 
-    With `run`, only steps and pins of this run are returned. Deleted names, whose references stay
-    on the remote, are left out. They are recognised by the size of the reference. So a damaged
-    reference that happens to have this size may be left out, too. With `thorough`, references of
-    this size are read if the remote is a folder, and damaged ones are returned.
+    With `run`, only steps and pins of this run are returned. A deleted name keeps a reference on
+    the remote, but is left out. It is recognised by the size of that reference. So a damaged
+    reference of the same size may be left out, too. If the remote is a folder, `thorough` prevents
+    this: references of this size are then read.
     """
     found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
     for status in bucket.list(layout.REFS):
@@ -255,10 +255,10 @@ def pull(
     """Pull the checkpoint `name` into a store, where it gets the same name.
 
     * `here` has the objects, the index and the hasher of an open session of the store.
-    * `listed` is the status of the checkpoint's reference from a listing. If it proves that the
-      store has the same reference, the reference is not read.
-    * `seen` has the digests of pieces that earlier results count. The result does not count these
-      pieces again, and the digests of this checkpoint's pieces are added.
+    * `listed` is the status of the checkpoint's reference, from a listing of the remote. If it
+      proves that the reference equals the one in the store, the reference is not read.
+    * `seen` has the digests of pieces that were counted in earlier results. They are not counted
+      again. The digests of this checkpoint's pieces are added.
     * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
       the pull fails before any piece is transferred. Pieces that this pull cannot get are added.
 

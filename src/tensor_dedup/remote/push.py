@@ -584,9 +584,9 @@ def refer(
 ) -> None:
     """Make a checkpoint's name stand for `manifest`; if `manifest` is None, delete the name.
 
-    A deleted name keeps a reference, which marks it as deleted. Before each attempt, `check` is
-    called with the state of the present reference (`layout.state_of`), or with None if there is no
-    reference. It may raise an error to prevent the change.
+    A deleted name keeps a reference, which marks it as deleted. `check` is called before each
+    attempt, and may raise an error to prevent the change. Its argument is the result of
+    `layout.state_of` for the existing reference, or None if there is none.
 
     Raises:
         RemoteBusyError: Other writers kept changing the name.

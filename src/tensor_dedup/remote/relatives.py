@@ -133,7 +133,7 @@ def lost(
     """Return those of `containers` that are missing on the remote or have a wrong size.
 
     With `mending`, containers whose table object is missing are returned too. `sent` is the number
-    of bytes that the push sends, and `left` the number of bytes that the check may cost.
+    of bytes that the push sends. `left` is the number of bytes that the push may still cost.
     """
     count = len(catalog.containers) + _condemned(catalog, layout.CONTAINERS)
     keys = {layout.container_key(each): each for each in containers}

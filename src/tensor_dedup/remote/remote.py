@@ -144,8 +144,8 @@ class Remote:
     def delete(self, name: str) -> None:
         """Delete the name of a checkpoint; for a pinned step, delete the pin too.
 
-        The data stays until two runs of `gc`, at least a lease apart, have found it unused. The
-        first of these runs must be at least a lease after the data was written.
+        The data stays until `gc` deletes it: one run condemns unused data, and a run at least a
+        lease later deletes it. Data younger than the lease is not condemned yet.
 
         Raises:
             UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -158,9 +158,8 @@ class Remote:
         """Condemn unused objects, and delete those that were condemned at least a lease ago.
 
         The lease must be longer than any push takes; a shorter one is safe only while nothing is
-        pushed. Objects younger than the lease are not condemned yet (`young` in the result). So it
-        may take two leases and three runs until an unused object is deleted. With `dry_run`,
-        nothing is changed, and the result says what would be.
+        pushed. Objects younger than the lease are not condemned yet (`young` in the result). With
+        `dry_run`, nothing is changed, and the result is the plan.
 
         Raises:
             UncertainRemoteError: An object that may be needed cannot be read, or was written by a

@@ -1,18 +1,17 @@
 """Garbage collection (gc) of a remote: delete objects that nothing refers to.
 
-An object is deleted by two runs. The first run condemns objects to which no reference leads and
-that are older than the lease, a period longer than any push takes. It removes these objects from
-the catalog, and notes the time. A later run deletes objects that have been condemned for the lease,
-if the references at that time still do not lead to them. By then, a push that relied on a condemned
-object has ended, or has taken the object off the list of condemned objects.
+An object is deleted by two runs. The first run condemns the objects to which no reference leads: it
+removes them from the catalog and notes the time. Objects younger than the lease, a period longer
+than any push takes, are not condemned yet. A run at least a lease later deletes the condemned
+objects to which still no reference leads. By then, a push that relied on such an object has ended,
+or has taken the object off the list of condemned objects.
 
 A push and a gc both replace the head of the catalog by conditional writes, so each notices the
 other. If another writer was first, a gc starts again.
 
-Concurrent runs may delete the same object. The list of objects that are being deleted has an entry
-for each of these runs, with a time, and a push avoids the object until all of the runs have ended.
-If a run was killed, a later run removes its entries when they are so old that the killed run cannot
-be deleting any more.
+Several runs may delete the same object at once. Each run notes the objects that it is deleting, and
+a push avoids such an object until all of these runs have ended. The notes of a killed run are
+removed by a later run.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -90,9 +89,8 @@ class RemoteGcPlan:
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
     """Condemn unused objects, and delete objects that have been condemned for `lease_s` seconds.
 
-    Objects younger than the lease are not condemned yet, so an unused object stays for at least two
-    leases after it was written. With a lease of 0, a single run deletes all unused objects. With
-    `dry_run`, nothing is changed.
+    Objects younger than `lease_s` are not condemned yet. With a lease of 0, a single run deletes
+    all unused objects. With `dry_run`, nothing is changed, and the result is the plan.
 
     Raises:
         NotARemoteError: There is no remote.

@@ -204,9 +204,9 @@ def described(
 def delete(bucket: Bucket, name: str) -> None:
     """Delete the name of a checkpoint; for a pinned step, delete the pin too.
 
-    The reference is replaced by one that marks the name as deleted. The data stays until two runs
-    of `gc`, at least a lease apart, have found it unused. The first of these runs must be at least
-    a lease after the data was written.
+    The reference is replaced by one that marks the name as deleted. The data stays until `gc`
+    deletes it: one run condemns unused data, and a run at least a lease later deletes it. Data
+    younger than the lease is not condemned yet.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -357,15 +357,14 @@ def verify(
 ) -> RemoteVerifyResult:
     """Check manifests, tables and references; with `full`, the content of all containers too.
 
-    Deltas are compared with the checksums of their chunks, all other pieces with leaf digests.
-    `advance` receives the number of bytes after each container that was checked in full. The check
-    also repairs the remote; objects written by a later version are left unchanged:
+    `advance` receives the number of bytes after each container that was checked in full. Objects
+    written by a later version are left unchanged. The check also repairs the remote:
 
     * A missing or damaged marker (`FORMAT`) is written again.
     * A missing table is written again from its container.
     * Containers with faults are removed from the catalog and from the lists of holders, so that a
       push sends their pieces again.
-    * With `full`, containers that were noted as damaged and are intact are added again.
+    * With `full`, intact containers that were noted as damaged are added to the catalog again.
     * Entries in the catalog and in the lists that differ from the tables are corrected.
     * Lost manifests and manifest pages are noted in the catalog.
     """

@@ -172,10 +172,9 @@ class Containers:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Return the path of a changed or removed file that had the piece when it was indexed.
+        """Return the path of a file outside the store that had a piece, but was changed or removed.
 
-        `digest` is the piece's digest. Only files outside the store are checked. Return None if
-        there is no such file.
+        `digest` is the digest of the piece. Return None if there is no such file.
         """
         for container in self:
             if container.kind == EXTERNAL:

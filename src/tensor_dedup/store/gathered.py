@@ -74,7 +74,7 @@ class Gathered(ABC):
 class GatheredArray(Gathered):
     """The bytes of a numpy array in C order and little-endian.
 
-    `gaps` are the (start, stop) byte ranges of padding in each row. They are read as zeros.
+    `gaps` are ranges of padding in each row, as (start, stop) in bytes. They are read as zeros.
     """
 
     __slots__ = ("_array", "_dtype", "_gaps")

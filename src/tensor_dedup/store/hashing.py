@@ -4,9 +4,9 @@ Each range is read once, through a buffer of the thread that hashes it. With a s
 everything happens in the calling thread.
 
 Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash, a fast 128-bit
-hash that only tells whether bytes have changed. It is seeded at random in each process, so that
-nothing can be crafted to collide, and it is never written to disk. The change hash of bytes with
-more than one leaf is computed from the change hashes of the leaves.
+hash that only tells whether bytes have changed. Its seed is random in each process, and it is never
+written to disk. The change hash of bytes with more than one leaf is computed from the change hashes
+of the leaves.
 """
 
 import secrets
@@ -207,9 +207,9 @@ class Hasher:
     ) -> "Future[_Out]":
         """Run `work(piece)` in another thread; return its future.
 
-        If there is only one worker, the work runs in the calling thread. If `waits` is True, the
-        work mostly waits for the disk, and runs in a separate pool to occupy no hashing thread.
-        Wait for the future before you close files that `work` uses, even after an error.
+        If there is only one worker, the work runs in the calling thread. Set `waits` for work that
+        mostly waits for the disk, so that it occupies no hashing thread. Wait for the future before
+        you close files that `work` uses, even after an error.
         """
         pool = self._writers if waits else self._pool
         if pool is None:

@@ -98,8 +98,8 @@ _KIND = re.compile("[a-z0-9_]+")
 class PieceLocation:
     """The location of a stored piece: its container, its offset there, and its decoded size.
 
-    `file_bytes` is the size of the container's file. If the piece is stored as a difference from
-    other pieces, `base` and `parts` are the digests of these pieces.
+    `file_bytes` is the size of the container's file. If other pieces are needed to decode the
+    piece, `base` and `parts` are their digests.
     """
 
     container: ContainerId
@@ -279,10 +279,11 @@ class StoreIndex:
         """Return the locations of up to eight pieces that seem to share leaves with a new piece.
 
         `leaves` are the concatenated leaf digests of the new piece. A leaf is shared if both pieces
-        have it at the same offset. The piece with the most shared leaves comes first. Only a prefix
-        of each digest is compared, so the caller must compare the digests in the containers'
-        tables. Pieces are not found if they are smaller than a leaf (2 MiB), are stored as
-        differences from other pieces, or lie in files outside the store.
+        have it at the same offset. The piece with the most shared leaves comes first.
+
+        Only a prefix of each digest is compared. The caller must compare the digests in the
+        containers' tables. Some pieces are never found: those smaller than a leaf, those stored as
+        differences, and those in files outside the store.
         """
         try:
             return self._find_alike(leaves)
@@ -542,9 +543,9 @@ class _IndexFile:
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
     """Context manager: while it is active, the index of a store is open; it provides the index.
 
-    If `update` is True, the index is brought up to date first. If it is False, opening takes the
-    same time for a store of any size, but entries may be outdated and new pieces missing. A broken
-    index is rebuilt, or replaced by an index in memory.
+    If `update` is True, the index is brought up to date first. If it is False, opening is fast even
+    for a large store, but entries may be outdated or missing. A broken index is rebuilt, or
+    replaced by an index in memory.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)

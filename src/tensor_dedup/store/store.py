@@ -136,13 +136,15 @@ class LocalStore:
 
         `name` defaults to the name of the folder or file. Every byte is read and hashed. The
         checkpoint is committed when the call returns. After an error, the name is not committed,
-        except perhaps after a disk failure. If the checkpoint `name` has the same files already and
-        `replace` is False, nothing is written, and the result's `unchanged` is True; but if parts
-        of it are damaged, they are stored again.
+        except perhaps after a disk failure.
 
-        If a new tensor shares leaves (2 MiB, at the same offset) with a stored tensor, these leaves
-        are not stored again, provided that this saves a tenth of the tensor. A vocabulary that grew
-        therefore costs only its new rows. The other parameters are:
+        If the checkpoint `name` has the same files already and `replace` is False, nothing is
+        written, and the result's `unchanged` is True. But if parts of that checkpoint are damaged,
+        they are stored again, and `unchanged` is False.
+
+        Leaves (2 MiB) of a new tensor that a stored tensor has at the same offset are not stored
+        again, if that saves a tenth of the tensor. A vocabulary that grew therefore costs only its
+        new rows. The other parameters are:
 
         - `hints` receives the digests of the imported files.
         - `compress` stores new tensors encoded if samples show that this saves a tenth. They are
@@ -150,9 +152,9 @@ class LocalStore:
         - `base` is the name of the checkpoint to take differences from, and implies `compress`. The
           default is the most similar checkpoint in the store.
         - `external` leaves the weights where they are and indexes them there. The store then has no
-          copy of them, and only guarantees that changes are noticed.
+          copy of them, and only notices if they change.
         - `follow_links` allows symbolic links to any place; use it only for folders that you trust.
-          Without it, links may lead only to places in the folder or, in a Hugging Face cache, to
+          Without it, links must stay in the folder. In a Hugging Face cache, they may also lead to
           the blobs of the same repository.
 
         Raises:

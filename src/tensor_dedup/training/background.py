@@ -4,9 +4,8 @@ A step is captured when each of its tensors was hashed or copied before the trai
 (`capture`).
 
     save_async     waits until fewer than the allowed number of saves run, takes the model apart,
-                   copies small tensors and those for which torch does not count writes, and starts
-                   to capture the others; without a hooked optimizer it also waits until all are
-                   captured
+                   copies small tensors, captures large arrays, and starts to capture large
+                   tensors; without a hooked optimizer it also waits until all are captured
     before_update  waits until all tensors are captured
     save thread    captures the remaining tensors, hashes, encodes, writes and commits, and ends;
                    if there is much to capture, helper threads capture while the save thread writes

@@ -7,10 +7,10 @@ containers. A process that is reading the first container can continue, because 
 open.
 
 The new containers are durable under their names before the old container is removed. For the
-removal, the thread holds the store's exclusive lock, as a gc does. It removes the old container
-only if the tables on disk show each of its pieces in another container that is complete and
-readable; the index is not trusted for this check. After a crash before the removal, the pieces are
-stored twice, and the next gc keeps the old container and deletes the new ones.
+removal, the thread holds the store's exclusive lock, as a gc does. It first checks, in the tables
+on disk, that each piece is in another container that is complete and readable. After a crash before
+the removal, the pieces are stored twice, and the next gc keeps the old container and deletes the
+new ones.
 
 The thread pauses while a save runs, and continues when no save has run for a moment. It ends when
 nothing is left to encode. If the program ends without `close`, the remaining tensors stay
@@ -169,7 +169,7 @@ class BackgroundEncoder:
         return self._thread is not None
 
     def superseded(self) -> dict[bytes, bytes]:
-        """Return the pieces that were encoded as deltas but are still in their old container too.
+        """Return the pieces that were encoded as deltas, and whose old container still exists.
 
         The result maps the digest of each piece to the digest of its new base.
         """

@@ -1,7 +1,7 @@
 """Capture a step: tensors that may change are copied, unless the store already has their content.
 
     capture = StepCapture(chunks, context)  in the training thread: copies small pieces
-    capture.guard()                         copies large pieces whose writes torch does not count
+    capture.guard()                         captures large arrays, whose changes go unnoticed
     capture.work()                          captures other large pieces, in any number of threads
     capture.hold()                          returns when the model may be changed
     capture.arriving()                      in the background: yields large pieces when captured
@@ -14,10 +14,9 @@ are frozen.
 
 A large tensor in host memory is handled in one of two ways. If the tensor had not changed at the
 previous save, it is hashed in place, and is copied only if the store does not have these bytes.
-Otherwise it is copied at once, and hashed in the background. The history of the tensor only decides
-whether hashing or copying is tried first; the content decides whether the tensor is stored. A
-tensor that is not in C order is rearranged while it is copied or, if it is not copied, while it is
-read.
+Otherwise it is copied at once, and hashed in the background. Either way, only the content decides
+whether the tensor is stored. A tensor that is not in C order is rearranged while it is copied or,
+if it is not copied, while it is read.
 
 Copies are made in a pool of limited size that is reused from step to step, because writing to fresh
 memory takes three times as long as writing to memory that held the previous step. Copies from a
@@ -189,8 +188,7 @@ class SnapshotDevice(Protocol):
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
         """Return a new DeviceSnapshot, still without copies, of the device on which `tensor` is.
 
-        Its copies will have the content that the tensors have after all work that has been
-        submitted to the device so far.
+        Each copy is made after all work that has been submitted to the device before this call.
         """
         ...
 
@@ -263,8 +261,7 @@ def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
 class CaptureContext:
     """What a capture needs from the CheckpointStore and from the step saved before.
 
-    * `known` maps change hashes to pieces of the previous step. A change hash is a fast hash of the
-      content of a piece.
+    * `known` maps change hashes (fast hashes of the content) to pieces of the previous step.
     * `changing` has the names of large tensors that had changed at the previous save.
     * `make_room()` waits until an earlier save has returned its memory to the pool. It returns
       False if there is no earlier save.
@@ -592,9 +589,9 @@ class StepCapture:
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
         """Yield each copied large piece, with its change hash, as soon as the copy is complete.
 
-        Pieces that the store has, and tensors for which the pool had no room, are left out. Each
-        call begins with the first piece again. Only one thread at a time may iterate. Do not
-        iterate in a thread that captures.
+        A change hash is a fast hash of the content. Pieces that the store has, and tensors for
+        which the pool had no room, are left out. Each call begins with the first piece again. Only
+        one thread at a time may iterate. Do not iterate in a thread that captures.
 
         Raises:
             ChangedModelError: A tensor was changed before it was copied.

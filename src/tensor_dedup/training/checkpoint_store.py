@@ -433,8 +433,8 @@ class CheckpointStore:
         """Store `snapshot`, and then delete the steps that no retention rule keeps.
 
         With a second tier, the method first waits until fewer than `drain_backlog` steps are still
-        to be copied there. The steps are then deleted in the background, after the new step
-        was copied. Safe from any thread. The errors are those of `save`.
+        to be copied there. Old steps are deleted in the background, after the new step was copied.
+        Safe from any thread. The errors are those of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))
@@ -466,8 +466,9 @@ class CheckpointStore:
     def load(self, step: int, original: Any = None) -> Any:
         """Load and return the model of a step. Every byte is verified.
 
-        If `original` is given, an object like the saved one, it is filled with the loaded values as
-        far as possible. Use the returned object in any case. Some adapters need an `original`.
+        `original` is an object like the saved one. If it is given, it is filled with the loaded
+        values as far as possible. Use the returned object in any case. Some adapters need an
+        `original`.
 
         Raises:
             UnknownStepError: The run has no such step.
@@ -680,7 +681,7 @@ class CheckpointStore:
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:
-        """Return the steps that this object has yet to copy, or to pin, on the second tier.
+        """Return the steps that this object still has to copy to the second tier, or to pin there.
 
         They are in the order in which they will be copied. Steps that other processes have saved
         are included after the next call of `drain`. Without a second tier, the list is empty.

@@ -2,8 +2,8 @@
 
 The first step is stored as differences from the base. The base is the checkpoint that the user
 names. If the user does not name one, samples of tensors are compared, and the checkpoint that
-differs in the fewest bits is used. Only checkpoints are compared that have tensors like the largest
-ones in the step, with the same dtype, the same size and a similar name. Fine-tunes of a common
+differs in the fewest bits is used. A checkpoint is compared only if it has a tensor like one of the
+largest in the step: of the same dtype and size, and with a similar name. Fine-tunes of a common
 base, runs of a hyperparameter sweep and restarted runs usually find a base.
 """
 

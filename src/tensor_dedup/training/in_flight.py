@@ -15,10 +15,9 @@ from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 class BaseStep:
     """The earlier step with which a running save compares its tensors.
 
-    `pieces` maps change hashes, which are fast hashes of the content, to the large pieces of the
-    earlier step. If the save finds a tensor there, it refers to the stored piece and does not store
-    the tensor. So these pieces must stay in the store. They stay as long as `is_there` returns
-    True.
+    `pieces` maps change hashes to the large pieces of the earlier step. A change hash is a fast
+    hash of the content. If the save finds a tensor in `pieces`, it does not store the tensor again,
+    but refers to the stored piece. The pieces stay in the store as long as `is_there` returns True.
     """
 
     _all: ClassVar[set["BaseStep"]] = set()

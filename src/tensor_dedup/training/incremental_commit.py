@@ -129,8 +129,8 @@ class PieceWriter:
     def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
         """Store the pieces in `again`, even if the store has them already, and end the writing.
 
-        Returns where all pieces given to `write` and `finish` are stored, by change hash. Call this
-        method only once.
+        The result has all pieces given to `write` and `finish`, and where they are stored. Its keys
+        are change hashes (fast hashes of the content). Call this method only once.
         """
         moved = list(hash_pieces(self._hasher, again))
         self._write(moved)
@@ -170,7 +170,8 @@ class PieceWriter:
     def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
         """Return the change hashes of the pieces in `elsewhere` that the store no longer has.
 
-        `elsewhere` maps change hashes to pieces that an earlier step has stored.
+        `elsewhere` maps change hashes (fast hashes of the content) to pieces that an earlier step
+        has stored.
         """
         places = self._look_up({known.digest for known in elsewhere.values()}) if elsewhere else {}
         return [key for key, known in elsewhere.items() if known.digest not in places]
@@ -178,8 +179,8 @@ class PieceWriter:
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Return the pieces in `elsewhere` with the places that they have in the store now.
 
-        `elsewhere` maps change hashes to pieces that an earlier step has stored, with the places
-        that they had then.
+        `elsewhere` maps change hashes (fast hashes of the content) to pieces that an earlier step
+        has stored, with the places that they had then.
 
         Raises:
             LostHitError: Some of the pieces are no longer in the store.
@@ -282,8 +283,8 @@ class StepSource(Protocol):
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
         """Yield large pieces, each with its change hash, as soon as they are copied from the model.
 
-        Nothing else writes to the memory of these pieces. Each call begins with the first piece
-        again.
+        A change hash is a fast hash of the content. Nothing else writes to the memory of these
+        pieces. Each call begins with the first piece again.
 
         Raises:
             ChangedModelError: A tensor was changed before it was copied.
@@ -309,10 +310,11 @@ class StepSnapshot:
     """A completely captured step that is to be committed.
 
     * `pieces` are its tensors, and `files` its small files by their paths.
-    * `hashes` maps names of pieces to change hashes, as far as these are known.
+    * `hashes` maps names of pieces to change hashes (fast hashes of the content), as far as these
+      are known.
     * `same` maps names of pieces to equal large pieces of an earlier step. Such a piece has a
       change hash in `hashes`, but no bytes in `pieces`.
-    * `private` has the names of pieces that are in memory to which nothing else writes.
+    * `private` has the names of pieces to whose memory nothing else writes.
     * `new` is True if the commit must not replace a step.
     * `background` is True if the training continues during the commit.
     * `again(name, change_hash)` returns the bytes of a piece in `same`, and whether nothing else

@@ -1,7 +1,7 @@
 """Decide which tensors of a step are encoded, by which codec, against which base, and when.
 
-**Large tensors.** The base of a large tensor is the tensor with the same name in the previous step,
-or, if that tensor is itself a delta, the base of that delta. So the tensors of successive steps are
+**Large tensors.** The base of a large tensor is the tensor with the same name in the previous step.
+If that tensor is itself a delta, its base is used instead. So the tensors of successive steps are
 deltas from a common base, called the anchor, and never from other deltas. For each name, samples of
 the tensor decide how it is encoded, and the decision holds for some steps. A new anchor is stored
 when a delta takes more space than the tensor has taken on average since the last anchor.

@@ -39,7 +39,7 @@ class Layer(Generic[_T]):
     * `found` pairs each tensor of the fine-tune with its counterpart in the base, or with None if
       it has none.
     * `left` names the tensors of the base's layer that have no counterpart in the fine-tune.
-    * If several tensors of the base could be the counterpart of one tensor, `unclear` names them.
+    * If a tensor of the fine-tune could have several counterparts, `unclear` names these.
     * `quantised_otherwise` says how the quantisation settings of the two models differ. It is "" if
       they are equal or not known.
     """
@@ -94,13 +94,12 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order, paired with those of its base.
 
-    `tune` and `base` are the tensors of the two models. `quantised_otherwise`, from
-    `quantisation.difference`, says how their quantisation settings differ; "" if they are equal or
-    not known.
+    `tune` and `base` are the tensors of the two models. `quantised_otherwise` says how their
+    quantisation settings differ, as `quantisation.difference` does.
 
-    Tensors with equal names are counterparts. So are tensors whose names differ only in a wrapper
-    module (`module.`, `bert.`) that the other model lacks or names otherwise. No tensor of the base
-    is the counterpart of two tensors of the fine-tune.
+    Tensors with equal names are counterparts. The names may also differ in a wrapper module at
+    their beginning, such as `module.` or `bert.`. No tensor of the base is the counterpart of two
+    tensors of the fine-tune.
     """
     there = {tensor.name: tensor for tensor in base}
     names, unclear = _counterparts([tensor.name for tensor in tune], list(there))
@@ -246,11 +245,12 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
     """Check that each quantised weight is in `taken` with all its scales, or not at all.
 
-    `layers` are all layers of the fine-tune. `taken` are the layers, or parts of layers, that the
-    base's tensors replace.
+    `layers` are all layers of the fine-tune. `taken` are the layers, or parts of layers, that are
+    to be replaced by those of the base.
 
     Raises:
-        UnsupportedError: `taken` has only some of the tensors that are quantised together.
+        UnsupportedError: `taken` has a part of a quantised weight, such as its codes without its
+            scales.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}
     for group in groups(tensor for layer in layers.values() for tensor, _ in layer.found):

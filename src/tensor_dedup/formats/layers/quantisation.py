@@ -54,8 +54,7 @@ def decodes(name: str, module: str) -> bool:
     """Return whether the tensor `name` may be needed to decode the quantised weights of `module`.
 
     The result is True for every tensor in the module that is not a bias: weights, scales and zero
-    points, for example. `module` ends in a dot, as `module_of` returns it; for "" the result is
-    False.
+    points, for example. `module` is what `module_of` returns. If it is "", the result is False.
     """
     return bool(module) and name.startswith(module) and not _is_bias(name)
 

@@ -30,7 +30,7 @@ class PickledTensor:
     * `conjugated` and `negated` say that the stored elements have to be conjugated or negated when
       they are read.
     * `held_by` is the name of the TensorSpec whose byte range contains the elements.
-    * `stride` counts elements as torch does, so two F4 numbers count as one.
+    * `stride` is in elements of torch, which packs two F4 numbers into one element.
     """
 
     name: str

@@ -6,8 +6,7 @@ everything else that is allowed becomes an `Inert` value.
 
 `ALLOWED` lists the globals that a pickle may name: those that torch.save writes for tensors and
 plain containers. torch.load(weights_only=True) accepts these, too. It also accepts quantised,
-nested and wrapped tensors, which are refused here. For a call of an allowed function, a function at
-the end of this module makes the value from the arguments.
+nested and wrapped tensors, which are refused here.
 
 Arguments that torch.save does not write are refused even if torch would accept them, because torch
 may give them another meaning. For example, the instruction BUILD can move a finished tensor to
@@ -610,12 +609,12 @@ _DICT_ATTRIBUTES = frozenset(dir(OrderedDict))
 
 
 def wrong_attribute(state: object, taken: frozenset[str]) -> str | None:
-    """Return what is wrong with attributes that a pickle sets on a dict or tensor.
+    """Return what is wrong with the attributes that a pickle sets on a dict or tensor.
 
-    The result is None if nothing is wrong. `state` holds the attributes: it must be None or a plain
-    dict with strings as keys. These names of attributes are wrong:
+    The result is None if nothing is wrong. `state` must be None or a plain dict from names of
+    attributes to values. These names are wrong:
 
-    * names in `taken`, which already have a meaning in the dict or tensor;
+    * the names in `taken`, which already have a meaning in every dict or tensor;
     * names that begin with two underscores.
     """
     if state is None:

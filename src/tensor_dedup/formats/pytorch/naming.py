@@ -33,8 +33,8 @@ Item = tuple[str, object]
 class NamedTensors:
     """The tensors of a pickled value with their names, in the order of the pickle.
 
-    The indices and values of a sparse tensor NAME are tensors of their own, called NAME.0 and
-    NAME.1; `sparse` maps these names to NAME.
+    A sparse tensor NAME is listed as two tensors: its indices NAME.0 and its values NAME.1.
+    `sparse` maps these names to NAME.
     """
 
     tensors: list[tuple[str, PickledTensorView]]

@@ -34,8 +34,8 @@ class PytorchHeader:
     * `header_bytes` counts the bytes that belong to no tensor.
     * `flat` is True if the pickled value is one dict from strings to tensors, as model loaders
       expect.
-    * `sparse` maps the names of a sparse tensor's parts, which are listed as tensors, to the name
-      of the sparse tensor.
+    * `sparse` maps the name of each part of a sparse tensor to the name of the sparse tensor. The
+      parts, such as the indices, are listed as tensors.
     """
 
     path: str

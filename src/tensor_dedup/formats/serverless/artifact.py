@@ -65,7 +65,7 @@ class TreeHash:
     * to `update`, in order and from one thread;
     * to `leaf`, as whole leaves in any order and from any thread.
 
-    If both are used, `update` gets the first leaves and `leaf` all others.
+    If both are used, the first leaves must be passed to `update` and all later ones to `leaf`.
     """
 
     def __init__(self) -> None:
@@ -203,13 +203,13 @@ class ArtifactVerification:
 def parse_verification(
     blob: bytes, path: str, byte_space_id: str = CANONICAL
 ) -> ArtifactVerification:
-    """Parse and check a verification file, which must cover the bytes that `byte_space_id` names.
+    """Parse and check a verification file for the bytes that `byte_space_id` names.
 
-    A file without an id covers all bytes. `path` is used in error messages only.
+    A file without an id is for all bytes. `path` is used in error messages only.
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: The file is not a valid verification file, or covers other bytes.
+        TensorIndexError: The file is not a valid verification file, or is for other bytes.
     """
     found = decode_object(blob, path)
     of = found.get("byte_space_id", CANONICAL)
@@ -245,8 +245,8 @@ def verification_name(byte_space_id: str) -> str:
 class Verifier:
     """The sums and sampled values of a verification file, computed from data passed in order.
 
-    `total_size` is the size of the data in bytes. `byte_space_id` is the id of the data in the
-    verification file; "" stands for all bytes of the artifact. For one thread.
+    `total_size` is the size of the data in bytes. `byte_space_id` says which bytes of the artifact
+    the data is, and "" means all of them. For one thread.
     """
 
     def __init__(self, total_size: int, byte_space_id: str = CANONICAL) -> None:

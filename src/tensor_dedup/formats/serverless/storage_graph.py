@@ -66,11 +66,7 @@ class StorageGraph:
         return found
 
     def index_entries(self) -> list[IndexEntry]:
-        """Return the index entries of all tensors.
-
-        An empty storage can have the same offset as a storage with bytes. In the index, the empty
-        storage then has the size of the other one.
-        """
+        """Return the index entries of all tensors."""
         offsets = self.offsets()
         sizes: dict[int, int] = {}
         for entry in self.storage_entries:
@@ -93,8 +89,8 @@ class StorageGraph:
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
         """Return the graph with its storages renamed s0, s1, ... by offset, and the new ids.
 
-        If an empty storage has the same offset as a storage with bytes, the empty one is removed,
-        because the index does not distinguish the two. Its tensors become views of the other.
+        Empty storages at the offset of a storage with bytes are removed. Their tensors become views
+        of that storage.
 
         The second result maps old ids to new ids, without the ids of removed storages. Every
         storage with bytes must have a tensor.

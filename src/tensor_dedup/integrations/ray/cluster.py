@@ -143,10 +143,10 @@ def observed(
 ) -> tuple[list[Node], dict[str, list[str]]]:
     """Connect to the Ray cluster at `address`; return its nodes, and where models run.
 
-    The nodes are in the form that planning needs. The second result maps each model to the names of
-    the nodes on which it runs. `address` is passed to `ray.init`, for example `ray://HOST:10001`.
-    `memory` is the size in bytes that planning counts for each node, instead of Ray's resource
-    `memory`. `host_memory` is the size in bytes of each node's machine memory.
+    The second result maps each model to the names of the nodes on which it runs. `address` is
+    passed to `ray.init`, for example `ray://HOST:10001`. `memory` is the memory of each returned
+    node in bytes; by default it is Ray's resource `memory`. `host_memory` is the machine memory of
+    each node in bytes.
 
     Raises:
         ConfigError: No cluster answers at `address`.

@@ -20,8 +20,8 @@ _POLL_S: Final = 0.1
 class Optimum:
     """The result of a search: `placement` is the best one found in the given time, or None.
 
-    No placement takes less than `bound` bytes. `is_proven` is True if no placement takes less than
-    the one found.
+    No placement can take less than `bound` bytes. `is_proven` is True if `placement` takes exactly
+    `bound` bytes, so that no other is better.
     """
 
     placement: Placement | None

@@ -1,15 +1,15 @@
 """The file that lists the models to serve, `models.toml`.
 
-room = "4GiB"                 # of every engine beside its weights, unless a model says otherwise
+room = "4GiB"                 # memory that each engine takes beside its weights
 
 [models.base]
 path = "store://base"         # or a folder, a file, a name in the Hugging Face cache, a step
 replicas = 2
 
 [models.customer-17]
-path = "models/customer-17"   # from the folder of this file
-room = "6GiB"
-host = "2GiB"                 # of the machine's memory, where the weights are on a device
+path = "models/customer-17"   # relative to the folder of this file
+room = "6GiB"                 # for this model, in place of the value above
+host = "2GiB"                 # machine memory of each engine, if the weights are on a device
 """
 
 import tomllib

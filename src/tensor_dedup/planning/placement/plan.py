@@ -27,11 +27,13 @@ class DoesNotFitError(TensorDedupError):
 class Assignment:
     """A replica on a node, and why it is there. Sizes are in bytes.
 
-    * `shared_bytes` is the part of its weights that earlier replicas in the node's list have, too.
-      `adds_bytes` is the other part.
+    The replicas of a node form a list.
+
+    * `shared_bytes` is the size of the weights that earlier replicas in the list have, too.
+      `adds_bytes` is the size of the other weights.
     * `shares_with` is the model of the earlier replica that has most in common with it, or None.
-    * `room_bytes` is what its engine takes beside the weights, and `host_bytes` what the engine
-      takes of the machine's memory.
+    * `room_bytes` is the memory that its engine takes beside the weights. `host_bytes` is the
+      machine memory that the engine takes.
     """
 
     model: str
@@ -71,7 +73,7 @@ class Move:
 class FleetPlan:
     """A plan: which models go to which nodes. Sizes are in bytes.
 
-    * `used_bytes` is what all nodes hold: the engines' room, and each tensor once on each node.
+    * `used_bytes` is the memory used on all nodes. Each tensor counts once on a node.
     * `alone_bytes` is what the same replicas would take without sharing.
     * `moves` lists the changes from the current placement.
     * `saved_bytes` is what rebalancing saves compared with moving nothing.

@@ -51,7 +51,8 @@ class Node:
 class PackingProblem:
     """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
-    All tensors that exactly the same two or more models have form a part. Sizes are in bytes:
+    Tensors that belong to exactly the same models form a part, if these are two or more models.
+    Sizes are in bytes:
 
     * `sizes[p]` is the size of part p, and `parts[m]` lists the parts in model m.
     * `own[m]` is what each replica of model m adds on any node: the engine's room, and the tensors

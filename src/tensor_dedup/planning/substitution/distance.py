@@ -24,13 +24,14 @@ _BLOCK: Final = 128
 
 
 def distance(pairs: Iterable[Pair], read_tune: ReadRange, read_base: ReadRange) -> float:
-    """Return the relative distance of a layer from the base's: |tune - base| / |base|.
+    """Return how far a fine-tune's layer is from the base's layer: |tune - base| / |base|.
 
-    `pairs` are tensors of the fine-tune with their counterparts in the base, and the two functions
-    read ranges of their bytes. The norm is the Frobenius norm over all tensors of the layer, in
-    float64. FP8 weights are compared with their scales applied. Step counters are ignored. The
-    result is infinite if the base is all zeros and the fine-tune is not, or if a value is NaN or
-    infinite. Tensors are read 8 MiB at a time.
+    `pairs` has each tensor of the fine-tune's layer with its counterpart in the base. `read_tune`
+    and `read_base` read ranges of their bytes. The norm is the Frobenius norm over all tensors of
+    the layer. FP8 weights are compared with their scales applied. Step counters are ignored.
+
+    The result is infinite if the base is all zeros and the fine-tune is not. It is also infinite if
+    the tensors differ and a value is NaN or infinite.
 
     Raises:
         UnsupportedError: A tensor is packed or quantised in a way that does not let values be

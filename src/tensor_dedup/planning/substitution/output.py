@@ -40,8 +40,9 @@ def write_files(
     * `metadata` is called for each file with replaced tensors. It takes the names of these tensors,
       and returns entries to add to the file's metadata.
 
-    Files without weights are copied, except for hidden ones. Weights in other formats, and their
-    indexes, are left out; the paths of these files are returned.
+    Files without weights are copied, except for hidden ones. Weight files that are not part of the
+    checkpoint, such as those in other formats, are not copied, nor are their indexes. The result
+    has the paths of these files, relative to the checkpoint's folder.
 
     Raises:
         UnsupportedError: A weight file of the checkpoint is not a safetensors file.

@@ -25,12 +25,14 @@ from tensor_dedup.suggestions import install_hint
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How much a model's outputs differ from the fine-tune's, over all tokens of all samples.
+    """How much a fine-tune's outputs change with some layers replaced, over all tokens of samples.
 
-    * `distance` is |new - old| / |old| of the logits, or of the last hidden states if the model has
-      no logits. The value is None if the distance is infinite, or if an output is NaN.
-    * `agreement` is the fraction of positions with the same largest logit, or None without logits.
-      Positions with NaN do not agree.
+    `old` are the logits of the fine-tune, and `new` those with the layers replaced. If the model
+    has no logits, they are its last hidden states.
+
+    * `distance` is |new - old| / |old|. It is None if it is infinite, or if an output is NaN.
+    * `agreement` is the fraction of tokens at which `new` and `old` have the same largest logit. It
+      is None without logits. Tokens with NaN do not agree.
     """
 
     samples: int

@@ -42,8 +42,8 @@ _Layer = Layer[AnalyzedTensor]
 class SubstitutedLayer:
     """A layer, or some of its tensors, whose bytes are taken from the base.
 
-    * `distance` is |tune - base| / |base| over these tensors. It is None if it is infinite, or if
-      the values are packed.
+    * `distance` is |tune - base| / |base|, where `tune` and `base` are the values of these tensors
+      in the two checkpoints. It is None if it is infinite, or if the values are packed.
     * `output_distance` is the relative change of the outputs on samples if only this layer is
       replaced. It is None if it is infinite or NaN, or if there are no samples.
     """

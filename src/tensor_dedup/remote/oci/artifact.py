@@ -149,8 +149,8 @@ def push(
 
     `objects` are the encoded pages and manifest of the checkpoint. A layer is not sent if the
     repository has it, or if the registry can copy it from another repository to which this user has
-    pushed it. If the tag stands for this checkpoint already, no layer is checked or sent, except
-    with `replace` or if the registry has lost the checkpoint's tables.
+    pushed it. If the tag already stands for this checkpoint, no layer is sent. With `replace`, or
+    if the registry has lost the checkpoint's tables, missing layers are sent even then.
 
     Raises:
         RemoteUrlError: The URL has a digest in place of a tag.
@@ -581,9 +581,9 @@ class Artifact:
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files in all layers into `folder`, and verify the digest of each layer.
 
-        Returns the size of all layers in bytes. If an earlier attempt has left a part of a layer
-        that is a single file in `folder`, only the rest is downloaded. All other files in `folder`
-        are deleted first.
+        Returns the size of all layers in bytes. A file in `folder` may be the beginning of a layer
+        that an earlier attempt has left. Only the rest of that layer is then downloaded. All other
+        files in `folder` are deleted first.
 
         Raises:
             UnsupportedError: A layer has an unknown type or no file name, or there are no layers.
@@ -689,9 +689,9 @@ def advising_pull(url: str, name: str) -> Iterator[None]:
 def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
     """Context manager that yields the path of a folder in `tmp` for the layers of an artifact.
 
-    The folder is removed at the end, except if the registry becomes unreachable or refuses access,
-    or the user interrupts. It then stays, so that the next pull of the same artifact can continue,
-    until a gc of the store removes it.
+    The folder is removed at the end, unless the registry becomes unreachable or refuses access, or
+    the user interrupts. In these cases it stays, so that the next pull of the same artifact can
+    continue. The next gc of the store removes it.
     """
     folder, keep = tmp / f"layers-{artifact.digest.rpartition(':')[2]}", False
     make_folders(files, folder)

@@ -374,8 +374,8 @@ class RegistryRepository:
     def put_manifest(self, reference: str, media_type: str, blob: bytes) -> bool:
         """Write a manifest under a tag or a digest.
 
-        Returns whether the registry now lists the manifest as one that refers to its `subject`,
-        another manifest.
+        A manifest may have a `subject`, which is another manifest. Returns whether the registry now
+        lists this manifest among those that refer to its subject.
         """
         self.traffic.add(sent=len(blob))
         found = self._request("PUT", f"manifests/{reference}", {"Content-Type": media_type}, blob)

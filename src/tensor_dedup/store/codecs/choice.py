@@ -37,8 +37,8 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 class Sample:
     """A sample of a tensor's bytes, for choosing a codec.
 
-    If the tensor would be encoded as the difference from another tensor, `base` has the bytes at
-    the same place in that other tensor. Otherwise it is None.
+    `base` has the bytes at the same place in another tensor, for codecs that store differences. It
+    is None if there is no such tensor.
     """
 
     data: memoryview

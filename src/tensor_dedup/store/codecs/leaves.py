@@ -6,9 +6,8 @@ An encoded tensor has one chunk for each leaf (2 MiB):
           | u8 length of a codec's name, the name, the leaf encoded by this codec
           | u8 0, the leaf unencoded
 
-The base may have another size, so a vocabulary that grew is stored against its earlier state. Equal
-leaves are found by their digests, without reading the base. To decode a tensor, each leaf is taken
-either from the encoded tensor or from the base, so no more bytes are read than the tensor has.
+The base may have another size, so a vocabulary that grew can be stored against the smaller one.
+Equal leaves are found by their digests, without reading the base.
 """
 
 from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES

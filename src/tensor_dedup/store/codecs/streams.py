@@ -5,11 +5,10 @@
 
 `stored` is the compressed size, and `plain` is the uncompressed size. All numbers are
 little-endian. A zstd frame states the size of its content. If that size is not `plain`, the frame
-is refused before memory is allocated, so no input makes the reader allocate more than it expects.
+is refused before memory is allocated.
 
 A word is an element of a tensor as an unsigned integer of 1, 2, 4 or 8 bytes. The first plane has
-the lowest byte of every word, the second plane the next byte, and so on. Words are processed in
-runs that fit into a processor's cache.
+the lowest byte of every word, the second plane the next byte, and so on.
 """
 
 import struct

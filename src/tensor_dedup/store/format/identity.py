@@ -37,13 +37,13 @@ class TierNote:
 
 @dataclass(frozen=True, slots=True)
 class SeenPlaces:
-    """A fast tier's record of the steps of a run on one second tier.
+    """A fast tier's notes about the steps of a run on one second tier.
 
-    The record refers to a step by its place, its number in the order of saving.
+    A step's place is its number in the order of saving.
 
-    - `drained`: All steps of the fast tier up to this place were copied to the second tier.
-    - `last` has the greatest place seen on the second tier for each fast tier that copied steps to
-      it, in ascending order.
+    - `drained` is a place. All steps of the fast tier up to it were copied to the second tier.
+    - `last` has one place for each fast tier that copied steps to the second tier: the greatest
+      place seen there. The places are in ascending order.
     - `sent` has the names of the manifests copied last. Some of these copies may be incomplete.
     """
 
@@ -93,10 +93,10 @@ def note_in(text: bytes, run: str) -> TierNote | None:
 
 
 def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
-    """Return the content for the file with the records about the steps of `run` on second tiers.
+    """Return the content for the file with a fast tier's notes about the steps of `run`.
 
-    `seen` maps the identity of each second tier to its record. The most recently used tier is the
-    last one. Only the last eight tiers are kept.
+    `seen` maps the identity of each second tier to the notes, with the most recently used tier
+    last. Only the last eight are kept.
     """
     tiers = [*seen.items()][-_TIERS:]
     lines = [
@@ -107,10 +107,10 @@ def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
 
 
 def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
-    """Return what `text`, made by `seen_text`, records about `run`.
+    """Return the notes about the steps of `run` in `text`, which `seen_text` made.
 
-    The result maps the identity of each second tier to its record. It is empty if the text is
-    damaged or belongs to another run.
+    The result maps the identity of each second tier to the notes about it. It is empty if the text
+    is damaged or belongs to another run.
     """
     lines, found = _lines(text), dict[str, SeenPlaces]()
     if lines[:2] != [_SEEN_TITLE, f"{_RUN}{run}"]:

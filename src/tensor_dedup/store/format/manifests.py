@@ -3,12 +3,11 @@
 A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file. A
 file consists of its pieces, one after the other. The pieces of a checkpoint are listed in pages of
 256, and the manifest lists its files and its pages. Manifests and pages are named by the digest of
-their frame. A checkpoint that grows at its end therefore shares its full pages with its earlier
-state.
+their frame, which is their encoded form.
 
 The tensors of a training step belong to no file. When a step is exported, its files and their
 headers are generated from the names, dtypes and shapes in the manifest. The result is always the
-same. Storing a header with each step would take space for the name of every tensor again.
+same.
 """
 
 import json
@@ -274,13 +273,16 @@ def synthesized_files(
 ) -> Iterator[SynthesizedFile]:
     """Generate the safetensors files for `loose`, the tensors of a training step.
 
-    The weights go to one file and all other tensors to another; a file without tensors is left out.
+    The weights go to one file and all other tensors to another. A file without tensors is left out.
     The files avoid the paths in `taken`. A tensor is a weight if all of these are true:
 
-    - Its name begins with `part` and a dot, or `part` is empty. The file omits this prefix.
+    - Its name begins with `part` and a dot, or `part` is empty.
     - Its name does not begin with `#`, which marks training state.
-    - Its name in the file is neither empty nor `__metadata__`.
-    - safetensors knows its dtype. Tensors of other dtypes are written as U8.
+    - The rest of its name, after `part` and the dot, is neither empty nor `__metadata__`.
+    - safetensors knows its dtype.
+
+    The file of weights has only the rest of each name. Tensors that safetensors has no dtype for
+    are written as U8.
     """
     start = f"{part}." if part else ""
     weights = [

@@ -70,7 +70,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return () if self.base is None else (self.base, *self.parts.values())
 
     def leaf_in(self, start: int) -> tuple[bytes, int]:
-        """Return the digest of the other piece to read to decode a leaf, and the offset there.
+        """Return what to read to decode a leaf: the digest of another piece, and an offset in it.
 
         `start` is the offset of the leaf in this piece, which must be encoded against other pieces.
         """

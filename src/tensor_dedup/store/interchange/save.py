@@ -178,8 +178,8 @@ class DataHashes:
     def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
         """Yield the jobs that hash `view`, a buffer that begins at offset `start` of the data.
 
-        Each job is a pair (ordered, function). If `ordered` is True, run the function in the one
-        thread for such jobs, in the order of the buffers. Otherwise, run it in any thread.
+        Each job is a pair (ordered, function). If `ordered` is False, any thread may run the
+        function. Otherwise, one thread must run all such functions, in the order of the buffers.
         """
         counted = view[: max(0, self._total - start)]
         yield True, partial(self.verifier.update, counted)
@@ -326,10 +326,11 @@ def save_dict(
     - `files` replaces the file system in tests.
 
     The descriptor has tensorcast's fields. It also has `storage_entries` and `tensor_aliases`, from
-    which `rebuild_index` restores `tensor_index.json`. If `verification` is False, nothing is
-    hashed, and neither `verification.json` nor `artifact_descriptor.json` is written. `load_dict`
-    then cannot verify the data, and the returned descriptor has only `storage_entries` and
-    `tensor_aliases`.
+    which `rebuild_index` restores `tensor_index.json`.
+
+    If `verification` is False, nothing is hashed, so `load_dict` cannot verify the data. Neither
+    `verification.json` nor `artifact_descriptor.json` is written, and the returned descriptor has
+    only `storage_entries` and `tensor_aliases`.
 
     The tensors must not be modified during the call. Use one thread for each folder.
 

@@ -42,7 +42,7 @@ def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
     """Return the storages of a state dict and their graph. The result keeps the memory alive.
 
     Lazily conjugated or negated tensors are materialised. Storages that begin at the same address
-    count as one storage, which has the size of the largest.
+    count as one, the largest.
 
     Raises:
         UnsupportedError: A tensor has no dense storage of its own (sparse, quantised, meta).

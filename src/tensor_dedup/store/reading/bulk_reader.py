@@ -131,11 +131,11 @@ class BulkReader:
 
     With `mapped`, containers are mapped into memory instead of copied:
 
-    - If verification finds a page that the disk cannot read, the span is copied after all, from
-      intact copies.
-    - Pages that the kernel drops and reads again later are not verified again. If the disk cannot
-      read a page that was not verified, an access ends the process (SIGBUS).
-    - A mapped span takes a file descriptor. When two thirds of the free descriptors are in use,
+    - If verification finds a page that the disk cannot read, intact copies of the pieces are read
+      into other memory.
+    - The kernel may drop pages and read them again later. They are then not verified again.
+    - Later, an access to a page that the disk cannot read ends the process (SIGBUS).
+    - Each mapped span takes a file descriptor. If two thirds of the free descriptors are in use,
       further spans are copied.
     """
 

@@ -189,9 +189,9 @@ class StoredCheckpoint(StoredPieces):
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
         """Return how a tensor is stored: the codec, the bytes on disk, and the digest of its base.
 
-        If the tensor is stored as the difference from another tensor, that tensor is its base.
-        Otherwise the digest is None. Leaves that several tensors share as separate pieces count in
-        full. If the store does not hold the tensor, the codec is "" and the number of bytes is 0.
+        If the tensor is encoded against another piece, that piece is its base. Otherwise the digest
+        is None. Leaves that are stored as separate pieces count in full, even if other tensors use
+        them. If the store does not hold the tensor, the codec is "" and the size is 0.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:

@@ -189,7 +189,7 @@ class PieceCopies:
 
         The result is False in two cases:
 
-        - No copy of the piece was found, and this object was not created for the piece.
+        - No copy of the piece is known, and this object was made for other pieces.
         - A known copy has another size.
         """
         with self._lock:
@@ -198,14 +198,11 @@ class PieceCopies:
         return not unknown and all(copy.record.nbytes == nbytes for copy in copies or ())
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of an anchor for new pieces that resemble the piece `digest`.
+        """Return the digest of an anchor for new pieces that resemble the piece `digest`, or None.
 
-        An anchor is a piece that others can be encoded against, because the store has a copy of it
-        that is not itself encoded against another piece. The result is the first anchor among
-        these, or None:
-
-        1. the piece `digest`
-        2. a piece against which `digest` is encoded
+        An anchor is a piece against which other pieces can be encoded. It has a copy in the store
+        that is not itself encoded against another piece. The anchor is the piece `digest` itself,
+        if possible, or else a piece against which it is encoded.
         """
         bases = [copy.record.base for copy in self.known(digest) if copy.record.base is not None]
         # One step, never more: two deltas may be against each other when no plain copy is left.
@@ -273,11 +270,10 @@ class PieceCopies:
 
 
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
-    """Choose the containers to open for reading pieces.
+    """Choose the containers to open for reading pieces: a small set that holds every piece.
 
-    `places` maps the digest of each piece to its locations. The result is a small set that holds
-    every piece. While there are fewer than 16, containers with second copies are added, provided
-    that at least a quarter of their bytes belong to these pieces.
+    `places` maps the digest of each piece to its locations. A few containers with second copies may
+    be added, in case a first copy is damaged.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

@@ -23,11 +23,12 @@ Raises:
 
 
 def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return a function that reads leaves of other pieces, to decode the piece of `record`.
+    """Return a function that reads the leaves of other pieces that the piece of `record` needs.
 
-    The function is called with the offset of a leaf in the piece, and memory to fill. It fills the
-    memory by calling `read_leaf(digest, offset, memory)`, with the digest of the other piece and
-    the offset there. It returns the result of `read_leaf`, which is the digest of the leaf.
+    Call the function with the offset of a leaf in the piece, and with memory to fill. It finds the
+    leaf of another piece from which this leaf is decoded. It calls `read_leaf` with the digest of
+    the other piece, the offset in it, and the memory. It returns the digest of the leaf that was
+    read.
     """
 
     def fill(start: int, view: memoryview) -> bytes:
@@ -40,11 +41,11 @@ def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]
 def fill_leaves(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    """Fill `view` with whole leaves of a piece, from `start`; return whether they are intact.
+    """Fill `view` with whole leaves of a piece; return whether they are intact.
 
-    `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
-    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
-    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
+    The leaves begin at offset `start` of the piece. `record` says where and how the piece is stored
+    in the file `handle`. `base` reads leaves of other pieces that are needed for decoding (see
+    `base_of`). A CorruptFrameError of `base` counts as damage; its other errors propagate.
 
     Raises:
         OSError: The file cannot be read.
@@ -67,9 +68,9 @@ def read_range(
 ) -> bytearray | None:
     """Return the bytes from `start` to `stop` of a piece, or None if they are damaged.
 
-    `record` says where and how the piece is stored in the file `handle`. If the piece is encoded
-    against other pieces, `base` is called to read leaves of those pieces (see `base_of`). If `base`
-    raises CorruptFrameError, the bytes count as damaged; its other errors propagate.
+    `record` says where and how the piece is stored in the file `handle`. `base` reads leaves of
+    other pieces that are needed for decoding (see `base_of`). A CorruptFrameError of `base` counts
+    as damage; its other errors propagate.
 
     Raises:
         OSError: The file cannot be read.

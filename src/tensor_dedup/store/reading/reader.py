@@ -110,14 +110,11 @@ class StoredPieces:
         return [copy.record for copy in self._copies.known(digest)]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of an anchor for new pieces that resemble the piece `digest`.
+        """Return the digest of an anchor for new pieces that resemble the piece `digest`, or None.
 
-        An anchor is a piece that others can be encoded against, because the store has a copy of it
-        that is not itself encoded against another piece. The result is the first anchor among
-        these, or None:
-
-        1. the piece `digest`
-        2. a piece against which `digest` is encoded
+        An anchor is a piece against which other pieces can be encoded. It has a copy in the store
+        that is not itself encoded against another piece. The anchor is the piece `digest` itself,
+        if possible, or else a piece against which it is encoded.
         """
         return self._copies.anchor(digest)
 

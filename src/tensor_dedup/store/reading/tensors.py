@@ -65,13 +65,12 @@ def load_tensors(
     Every byte is compared with its digest. If `verify` is False, this is done only for encoded
     tensors and for tensors in files indexed in place. `pool` provides memory that is reused.
 
-    With `mapped`, tensors are private mappings of the containers and share the page cache until
-    they are written. Pages that the kernel drops and reads again are not verified again. An access
-    to a page that the disk cannot read ends the process (SIGBUS).
+    With `mapped`, tensors are private mappings of the containers' files. They share the page cache
+    until they are written to. Pages that the kernel drops and reads again are not verified again.
+    An access to a page that the disk cannot read ends the process (SIGBUS).
 
     A tensor whose dtype torch lacks (GGUF, 4 and 6 bits) is returned as flat bytes. The tensors of
-    a torch.save file have all their names, and the strides, the shared storages and the lazy
-    conjugation or negation that torch.load would give them.
+    a torch.save file have the names, strides and shared storages that torch.load would give them.
 
     Raises:
         UnknownTensorError: The checkpoint has no tensor of one of these names.
@@ -98,9 +97,9 @@ def iter_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of an open checkpoint in disk order, in bounded memory.
 
-    The tensors are read into buffers of `buffer_bytes`, or of the size of a larger tensor. `ahead`
-    buffers are read in advance. A buffer is reused when none of its tensors is referenced any more,
-    so copy a tensor that you keep for long. Keep the checkpoint open until the end.
+    The tensors are read into buffers of `buffer_bytes`. A larger tensor gets a larger buffer.
+    `ahead` buffers are read in advance. A buffer is reused when none of its tensors is referenced
+    any more, so copy a tensor that you keep for long. Keep the checkpoint open until the end.
 
     `names` selects tensors. If `verify` is False, only encoded tensors and tensors in files indexed
     in place are compared with their digests. Raises the errors of `load_tensors`.

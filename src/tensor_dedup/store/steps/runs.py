@@ -201,10 +201,10 @@ def kept_steps(objects: Objects, run: str) -> set[int]:
 
 
 def check_replaceable(objects: Objects, run: str, step: int) -> None:
-    """Check that a step may be saved under its name, which an existing checkpoint may have.
+    """Check that neither a pin nor another checkpoint prevents the saving of a step.
 
-    An earlier state of the step may be replaced, even a damaged one. The answer holds only inside
-    `with locks.naming(...):`.
+    An earlier save of the same step may be replaced, even if it is damaged. The answer holds only
+    inside `with locks.naming(...):`.
 
     Raises:
         PinnedStepError: The step is pinned.
@@ -380,13 +380,14 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
 
 
 class StepPlace(NamedTuple):
-    """The place of a step in the order of saving, and the state of its reference.
+    """The place of a step in the order of saving, and facts about its reference and manifest.
 
     - `sequence` is the place in the order, as a sequence number.
-    - `reference` is a value that changes when the reference changes: the status of its file or, in
-      a remote, the name of the manifest (a placeholder if the reference is damaged).
-    - `manifest` is the name of the step's manifest, and `content` a name for the content of the
-      manifest (`content_name`). Both are None if the manifest cannot be read.
+    - `reference` is a value that changes when the reference changes. In a store, it is the status
+      of the reference's file. In a remote, it is the name of the manifest, or a placeholder if the
+      reference is damaged.
+    - `manifest` is the name of the step's manifest, and `content` the result of `content_name` for
+      it. Both are None if the manifest cannot be read.
     """
 
     sequence: int
@@ -565,8 +566,8 @@ class StepOrder:
     def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
         """Return the place of each step in the order of saving, by step number.
 
-        If a step's manifest cannot be read, the step is placed by the date of its reference or,
-        with `readable`, left out.
+        A step whose manifest cannot be read is placed by the date of its reference. With
+        `readable`, such a step is left out.
         """
         found: dict[int, StepPlace] = {}
         unreadable: dict[int, FileStatus] = {}

@@ -18,8 +18,8 @@ _LAST = "last "
 def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
     """Return a new sequence number, greater than `above` and than the last number returned.
 
-    The last number is kept in a file, which all processes share. If the file is missing or damaged,
-    `greatest` is called, which returns the greatest sequence number of the run's steps. The file is
+    The last number is kept in a file, which all processes share. `greatest` returns the greatest
+    sequence number of the run's steps; it is called if the file is missing or damaged. The file is
     not synced, so numbers may be returned again after a crash of the machine.
     """
     with folder.naming():

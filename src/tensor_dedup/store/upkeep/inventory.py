@@ -36,7 +36,7 @@ class Inventory:
     """The inventory of a store: its contents, and which of them are in use.
 
     - `manifests` maps each checkpoint with a readable reference to its manifest's name.
-    - `live` maps the digest of each piece that a reference leads to, to the size of the piece.
+    - `live` maps the digests of the pieces in use to their sizes. References lead to these pieces.
     - `users` maps the digest of each piece in `live` to the checkpoints and tensors that use it.
     - `objects` has the names of all manifests and pages that references lead to.
     - `absent` has the names in `objects` whose files cannot be read.
@@ -110,7 +110,7 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def missing_bases(self, digest: bytes) -> list[bytes]:
-        """Return the digests of the missing pieces that deltas of the piece `digest` need."""
+        """Return the digests of missing anchors against which the piece `digest` is encoded."""
         anchors = self.anchors()
         records = (r for container in self.tables for r in self.good(container))
         return [
@@ -123,10 +123,10 @@ class Inventory:
         return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
-        """Return the digests of the missing pieces that are needed to decode lost pieces.
+        """Return the digests of the missing anchors of lost pieces.
 
-        If these pieces are restored, the lost pieces that need them are readable again. The missing
-        pieces need not belong to any checkpoint.
+        A piece may be lost because anchors against which it is encoded are missing. If they are
+        restored, the piece is readable again. An anchor need not belong to a checkpoint.
         """
         lost, anchors = self.lost(), self.anchors()
         return {
@@ -163,8 +163,8 @@ def catch_up(objects: Objects, found: Inventory) -> Inventory:
     """Bring the inventory `found` up to date and return it.
 
     Call it inside `with locks.sweep(...):`. Immutable files that were read already are not read
-    again. If checkpoints were deleted since the inventory was taken, their pieces still count as
-    live. If a live piece is lost or a file cannot be read, a new inventory is taken.
+    again. Pieces of checkpoints that were deleted meanwhile still count as live. If a live piece is
+    lost or a file cannot be read, a new inventory is taken.
     """
     bad = set(objects.bad_containers())
     known = {

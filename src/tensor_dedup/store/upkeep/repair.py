@@ -57,7 +57,7 @@ class RepairResult:
 
     @property
     def whole(self) -> bool:
-        """Whether nothing is missing any more, judged by the metadata alone."""
+        """Whether nothing is missing any more, as far as the metadata shows."""
         return not self.missing
 
     def to_dict(self) -> dict[str, object]:

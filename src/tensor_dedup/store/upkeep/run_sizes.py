@@ -76,8 +76,8 @@ class RunCost:
     - `shared_bytes` is the size on disk of the pieces that other runs or checkpoints need, too.
     - `reclaimable_bytes` is what `gc` would free if only the run were deleted: whole containers,
       and the run's manifests and references.
-    - `dead_bytes` is the size of pieces that would then be unused, but would stay because their
-      containers hold other pieces in use.
+    - `dead_bytes` is the size of pieces that would then be unused, but not freed. They stay because
+      their containers hold other pieces in use.
     - `store_bytes` is the size of all files of the store, with metadata, unused files and the
       trash.
 
@@ -105,7 +105,7 @@ class RunCost:
 class TensorChanges:
     """The number of steps in which a tensor changed, and in which it stayed identical.
 
-    Each step is compared with the step before. It counts only if both have a tensor of this name.
+    Each step is compared with the step before, if both have a tensor of this name.
     """
 
     name: str
@@ -145,8 +145,8 @@ def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunS
 def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
     """Return the bytes that each piece in `wanted` takes on disk, in its smallest copy.
 
-    `tables` are the tables of the containers. A piece that is in no table is left out. The result
-    also has the leaves of these pieces that are stored as separate pieces.
+    `tables` are the tables of the containers. A piece that is in no table is left out. Some leaves
+    of a piece may be stored as pieces of their own. The result has entries for these leaves, too.
     """
     tables = list(tables)
     least = _least(tables, wanted)

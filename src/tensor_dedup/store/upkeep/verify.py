@@ -1,7 +1,7 @@
-"""Verification of a store: its metadata and a share of its data are checked, faults quarantined.
+"""Verification of a store: check its metadata and a share of its data, and act on the faults.
 
-- A container with a damaged table is moved to the quarantine, as is a damaged manifest or a damaged
-  page of one.
+- A container with a damaged table is moved to the quarantine. So are damaged manifests and damaged
+  pages of manifests.
 - A damaged piece stays in its container, but is listed as damaged and not read again.
 - A damaged reference stays in place, because it is the only trace of its name. As long as it
   exists, gc deletes nothing.

@@ -2,8 +2,8 @@
 
 A container can be made in three ways. `ContainerWriter` appends new pieces one by one. `Copied`
 turns a copy of a whole file into a container. `index_in_place` leaves a file where it is and stores
-only a table. A container gets exactly the bytes that were hashed, or a copy that is compared with
-them, so it is right even if a file or a model changes during the write.
+only a table. The bytes in a container match its digests, even if a file or a model changes during
+the write.
 """
 
 import threading
@@ -171,7 +171,7 @@ class ContainerWriter:
         """Append a piece from memory.
 
         A large piece is written in the background. Its memory must not change before `seal` or
-        `finish` returns. If it does, the error may be raised there instead.
+        `finish` returns. If it does, `seal` or `finish` may raise the error instead.
 
         Raises:
             ChangedModelError: The piece has changed since it was hashed.
@@ -378,10 +378,11 @@ class _DirectWriter:
 def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     """Hash the pieces in `wanted` with BLAKE3; yield each of them with its hashes.
 
-    Small pieces come first, then large ones. Several threads hash the large pieces, in advance.
+    The keys of `wanted` are change hashes, which tell whether bytes have changed. Small pieces come
+    first, then large ones. Several threads hash the large pieces, in advance.
 
     Raises:
-        ChangedModelError: A piece no longer has the change hash that is its key in `wanted`.
+        ChangedModelError: A piece has changed since its change hash was computed.
     """
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():

@@ -96,12 +96,9 @@ class Anchor:
 class Plan:
     """A plan for storing a new piece: by which codec, and against which anchor.
 
-    `common` says for each leaf whether the anchor has an equal leaf. Equal leaves are not stored
-    again. The leaves that differ are stored in one of two ways:
-
-    - If `held` is None, they are stored within the piece, each encoded if the codec saves enough.
-    - Otherwise, they become separate pieces. `held` has the numbers of the leaves that are stored
-      as separate pieces already.
+    `common` says for each leaf whether the anchor has an equal leaf, which is then not stored
+    again. If `held` is None, the other leaves are stored within the piece. Otherwise, they become
+    separate pieces, and `held` has the numbers of those that the store has already.
     """
 
     choice: "CodecChoice | None"
@@ -150,10 +147,11 @@ def plan_of(
 ) -> Plan | None:
     """Return a plan for storing a piece, or None to store it unencoded.
 
-    `choice` is the codec chosen for the piece, and `anchor` is the anchor to store it against;
-    either may be None. `leaves` has the leaf digests of the piece. `held` is a search for leaves
-    that are stored already. With it, the plan may store leaves that differ from the anchor's as
-    separate pieces, which later steps can share. It does not if the codec makes them much smaller.
+    `choice` is the codec chosen for the piece, and `anchor` is the anchor to store it against.
+    Either may be None. `leaves` has the concatenated leaf digests of the piece.
+
+    With `held`, the plan may store changed leaves as separate pieces, which later steps can share.
+    `held` finds out which of them the store has already.
     """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
     if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
@@ -176,7 +174,7 @@ def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
     """Return an anchor for new pieces that resemble the piece `digest`, or None if there is none.
 
     An anchor is a stored piece against which other pieces can be encoded. It is the piece `digest`
-    itself or, if that piece is encoded against another piece, that other piece.
+    itself, if possible, or else a piece against which that piece is encoded.
     """
     found = pieces.anchor(digest)
     records = [] if found is None else pieces.records(found)
@@ -192,7 +190,7 @@ def own_bytes(plan: Plan, nbytes: int) -> int:
 
 
 def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
-    """Return whether leaving out leaves by `plan` saves a tenth of a piece of `nbytes`.
+    """Return whether `plan` saves a tenth of a piece of `nbytes` by leaving out leaves.
 
     What a codec saves is not counted.
     """
@@ -228,12 +226,15 @@ class LeafSharing:
     def find(
         self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
     ) -> dict[bytes, Anchor]:
-        """Map the digest of each new piece to the stored piece that shares the most leaves with it.
+        """Find for each new piece the stored piece that shares the most leaves with it.
 
-        `wanted` has the hashes and the size of each new piece. If sharing would save less than a
-        tenth of a new piece, the result has no entry for it. If `parts` is True, leaves that are
-        already stored as separate pieces count as saved, too. If `readable` is True, the bytes of
-        the anchors found can be read until the next call of `find` or `close`.
+        `wanted` has the hashes and the size of each new piece. The result maps the digests of new
+        pieces to the stored pieces. A new piece is left out if sharing would save less than a tenth
+        of it.
+
+        If `parts` is True, leaves that the store has as separate pieces count as saved, too. If
+        `readable` is True, the bytes of the stored pieces can be read until the next call of `find`
+        or `close`.
         """
         self.close()
         found = {}
@@ -248,11 +249,10 @@ class LeafSharing:
         return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
 
     def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
-        """Return the numbers of a new piece's leaves that are already stored as separate pieces.
+        """Return the numbers of a new piece's leaves that the store has as separate pieces.
 
-        The new piece has `nbytes` and the concatenated leaf digests `leaves`, and is to be stored
-        by `plan`. Only leaves that differ from the leaves of the plan's anchor are looked up. A
-        leaf that is stored only as a delta against another piece does not count.
+        `nbytes` is the size of the new piece, and `leaves` are its concatenated leaf digests.
+        Leaves that `plan` takes from its anchor are not looked up.
         """
         key = leaves, plan.base
         if key not in self._held:
@@ -491,8 +491,8 @@ class EncodedWriter(ContainerWriter):
 class PartsWriter:
     """A writer that stores single leaves of pieces in memory as separate pieces, each once.
 
-    Later steps may need such a leaf long after the rest of this step is deleted. Large leaves
-    therefore go to containers for such leaves only. Small leaves go to the step's pack.
+    Later steps may still need such a leaf when this step is deleted. Large leaves therefore go to
+    containers for such leaves only. Small leaves go to the step's pack if they are not encoded.
     """
 
     def __init__(
@@ -563,11 +563,11 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 
 
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode the leaf `data` by `plan`, and check that it can be decoded; return its stored form.
+    """Encode the leaf `data` by `plan`; return its stored form, or None if a check fails.
 
-    `first` is the offset of the leaf in its piece. If the check fails, the result depends on the
-    plan: if `plan.by_leaf` is True, it is the unencoded leaf, and otherwise None. With
-    `plan.by_leaf`, the leaf is also stored unencoded if the codec saves too little.
+    `first` is the offset of the leaf in its piece. The check decodes the encoded leaf and compares
+    the result with `data`. With `plan.by_leaf`, the result is never None: the leaf is stored
+    unencoded if the check fails or the codec saves too little.
 
     Raises:
         CorruptTensorError, MissingObjectError: The anchor's leaf cannot be read.

@@ -4,9 +4,11 @@ The choices are made by measurement on samples. A base is a stored tensor that a
 encoded against. It is the first of these that exists:
 
 1. a stored tensor that shares at least half of the leaves of the new tensor
-2. a tensor of the same dtype and size in the base checkpoint, which the caller names; by default,
-   it is the checkpoint whose tensors differ in the fewest bits from the largest new tensors
+2. a tensor of the same dtype and size in the base checkpoint
 3. a stored tensor that shares fewer leaves
+
+The caller can name the base checkpoint. Otherwise, it is the most similar checkpoint in the store,
+if one is similar enough.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -203,12 +205,11 @@ def samples_by_leaf(
 ) -> list[Sample]:
     """Return samples of the leaves of a piece that differ from the leaves of `anchor`.
 
-    `read(start, stop)` returns bytes of the piece, which has `nbytes` and the concatenated leaf
-    digests `leaves`. `size` is the size of a sample in bytes.
+    `read(start, stop)` returns bytes of the piece. `nbytes` is the size of the piece, and `leaves`
+    are its concatenated leaf digests. `size` is the size of a sample in bytes.
 
-    A counterpart of a leaf is a leaf of the anchor with the same size and offset. If any of the
-    differing leaves have one, only these leaves are sampled, and each sample's `base` has the bytes
-    of the counterpart. Otherwise, all differing leaves may be sampled, and `base` is None.
+    If possible, leaves are chosen for which the anchor has a leaf of the same size and offset. The
+    `base` of each sample then has the anchor's bytes at the same place. Otherwise, `base` is None.
     """
     own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
     beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]

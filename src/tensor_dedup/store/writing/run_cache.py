@@ -1,9 +1,9 @@
 """State that a training run keeps between saves, so that a step costs only what is new in it.
 
-- `LastStep` holds the pieces of the last step and where they are stored, by page of the step's
-  manifest (a page lists 256 pieces). Unchanged pages are skipped.
+- `LastStep` holds the pieces of the last step and where they are stored. They are grouped by page
+  of the step's manifest. A page lists 256 pieces. Unchanged pages are skipped.
 - `AnchorMemory` holds decoded leaves of anchors, the tensors that others are stored against. An
-  anchor serves many steps, and decoding it is a third of what encoding a step costs.
+  anchor serves many steps, and is not decoded again for each.
 - `RunCache` holds the connection to the index, and the hashing threads. To close and open the
   connection for each save would take longer than the save.
 
@@ -61,10 +61,9 @@ class StoredPiece(NamedTuple):
 
 @dataclass(slots=True)
 class PieceTable:
-    """A list of pieces (change hash, name, dtype, shape), stored by column.
+    """A list of pieces, stored by column: change hashes, names, dtypes and shapes.
 
-    A step has thousands of pieces. Columns spare Python's garbage collector an object for each
-    piece.
+    A change hash is a fast hash that only tells whether bytes have changed.
     """
 
     hashes: list[bytes]
@@ -91,9 +90,11 @@ class PieceTable:
 class PageState:
     """A stored page of a manifest, which lists pieces.
 
-    - `rows` are the listed pieces, `name` is the page's name, and `file_bytes` its size on disk.
-    - `held` maps the change hashes of the pieces to the stored pieces.
-    - `weights` maps tuples of containers to the total size of the small pieces read from them.
+    - `rows` are the listed pieces.
+    - `name` is the page's name, and `file_bytes` is its size on disk.
+    - `held` maps the change hash of each piece to the stored piece. A change hash is a fast hash
+      that only tells whether bytes have changed.
+    - `weights` has the total size of small pieces, by the containers needed to read them.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -137,7 +138,10 @@ class LastStep:
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
-        """Map change hashes to the pieces that can be read from the containers in `alive` alone."""
+        """Return the pieces that can be read from the containers in `alive`, by change hash.
+
+        A change hash is a fast hash that only tells whether bytes have changed.
+        """
         found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
@@ -151,9 +155,10 @@ class LastStep:
         return {name: known.digest for name, known in named if name and not known.small}
 
     def moved(self, change: "Rewritten") -> "LastStep":
-        """Return this step with the new places of its pieces after `change` replaced a container.
+        """Return this step with the new places of its pieces.
 
-        If the step does not use the replaced container, it is returned as it is.
+        `change` is a replacement of a container, in which pieces got new places. If the step does
+        not use the replaced container, it is returned as it is.
         """
         if change.gone not in self.containers:
             return self
@@ -178,8 +183,8 @@ class Rewritten:
     - `gone` is the replaced container.
     - `places` maps the digest of each piece to the containers now needed to read it.
     - `files` maps these containers to the paths and sizes of their files.
-    - `deltas` maps the digest of each piece that is now encoded against another piece to the digest
-      of that other piece.
+    - `deltas` has the pieces that are now encoded against another piece. It maps the digest of each
+      to the digest of the other piece.
     """
 
     gone: ContainerId
@@ -193,8 +198,8 @@ def nearest(
 ) -> Places:
     """Return the containers needed to read a piece, which has copies at `places`.
 
-    A copy that is not encoded against other pieces is preferred. `under` maps the digests of such
-    other pieces to their locations. If no copy can be decoded because such pieces are missing, the
+    A copy that is not encoded against other pieces is preferred. `under` has the locations of the
+    pieces that the other copies are encoded against, by digest. If no copy can be decoded, the
     result is empty.
     """
     for place in places:
@@ -214,7 +219,7 @@ def nearest(
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
     """Return the containers whose small pieces should be rewritten into a common container.
 
-    `held` has, for each small piece, the containers needed to read the piece, and its size. If no
+    `held` has a pair for each small piece: the containers needed to read it, and its size. If no
     containers should be merged, the result is empty.
     """
     weights: Counter[ContainerId] = Counter()

@@ -1,9 +1,8 @@
 """Transactions: new files are made durable before a name refers to them.
 
 Every addition to a store is a transaction within a session. The reference is written last. After a
-crash, either the whole change exists or none of it, and at most some unused files are left, which
-gc removes. New manifests and their pages are decoded once as a check before anything refers to
-them.
+crash, either the whole change exists or none of it. At most some unused files are left, which gc
+removes. New manifests and their pages are decoded once as a check before anything refers to them.
 
 `OrderedTransaction` serves imports and the merging of what several ranks saved. Its order is:
 
@@ -13,14 +12,13 @@ them.
 4. the pages and the manifest
 5. the reference
 
-`BatchTransaction` serves the steps that a run saves. It syncs the containers, the pages, the
-manifest and the reference, still under a temporary name, all together, because many concurrent
-syncs cost a file system's journal about as much as one. Then come the index, the second look-up and
-the rename of the reference.
+`BatchTransaction` serves the steps that a run saves. To be faster, it syncs all new files together:
+containers, pages, manifest, and the reference under a temporary name. Then come the index, the
+second look-up and the rename of the reference.
 
-In both, the last check of the name and the rename of the reference happen while the lock for
-changing references is held. So a step cannot be pinned just before it is replaced, and a save and
-an import cannot take the same name.
+Both hold the lock for changing references while they check the name for the last time and rename
+the reference. So a step cannot be pinned just before it is replaced, and a save and an import
+cannot take the same name.
 """
 
 import time

@@ -129,9 +129,9 @@ class Transfer:
     def missing(self, wanted: Mapping[bytes, int], *, gather: bool = True) -> list[bytes]:
         """Return the digests of the pieces to send, which are those that the store does not have.
 
-        `wanted` maps the digests of the checkpoint's pieces to their sizes, and gives the order of
-        the result. With `gather`, small pieces that are scattered over too many containers are
-        included, so that they are stored together.
+        `wanted` maps the digests of the checkpoint's pieces to their sizes. The result has the same
+        order. With `gather`, small pieces that the store has in too many containers are included,
+        so that they are stored together.
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
@@ -142,11 +142,10 @@ class Transfer:
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
     def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
-        """Announce pieces to send that the checkpoint does not list, but needs for decoding.
+        """Announce pieces that are sent only because other pieces are decoded from them.
 
         `sizes` maps the digests of these pieces to their sizes. `parts` are the digests of pieces
-        that consist of a single leaf of another piece. Unless they are small, they go to containers
-        for such pieces only.
+        that consist of a single leaf of another piece.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 

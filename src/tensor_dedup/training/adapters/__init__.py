@@ -95,10 +95,10 @@ def by_name(name: str) -> ModelAdapter:
 
 
 def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
-    """Return the chunks of `model` in order, from the adapter's method `chunks` or `extract`.
+    """Return the chunks of `model` in order, as `adapter` makes them.
 
-    If the adapter has both methods, `chunks` is used. But if a subclass of an adapter overrides
-    only `extract`, then `extract` is used.
+    They come from the adapter's method `chunks`, or from `extract` if it has no `chunks`. If a
+    subclass of an adapter overrides only `extract`, they come from `extract`.
     """
     for kind in type(adapter).__mro__:
         if "chunks" in vars(kind):

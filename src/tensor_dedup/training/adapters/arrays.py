@@ -18,8 +18,8 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | Nam
     """Return `array` in a form that can be stored, and its encoded dtype.
 
     If the array can be stored unchanged, the encoded dtype is None. Times become 64-bit integers.
-    Strings and records become bytes, with one more dimension. The elements are not copied. If
-    records have padding between their fields, zeros are put in its place when the result is read.
+    Strings and records become bytes, with one more dimension. The elements are not copied. Padding
+    between the fields of a record is read as zeros.
 
     Raises:
         UnsupportedArrayError: The dtype depends on the machine or holds Python objects, or the

@@ -46,9 +46,9 @@ class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
     An adapter may also have a method `chunks(model)`, which returns an iterator of named
-    StateChunks. A save then uses `chunks` instead of `extract`. A save may read a chunk after all
-    other chunks were made. So do not fill one buffer for several chunks: the memory of a chunk must
-    stay unchanged until the model may be changed. Otherwise wrong content is saved without an
+    StateChunks. A save then calls `chunks` instead of `extract`. The memory of a chunk must stay
+    unchanged until the model may be changed. So do not fill one buffer for several chunks: the save
+    may read a chunk after it has requested all others, and would then save wrong content without an
     error.
 
     The methods are called from several threads.
@@ -85,13 +85,14 @@ class StateProvider:
     * `name` identifies the provider in checkpoints.
     * `state(obj)` returns the state of an object: plain values, arrays, tensors, other objects that
       have a provider, StateChunks, or containers of all these. Instead of a dict, it may return an
-      iterator over the keys and values of the dict. Each value is then processed before the next
-      one is requested, and the memory of a value must not be reused for another.
-    * `restore(state, original)` restores a state into the object `original`, or into a new object
-      if `original` is None, and returns the object. A value that was saved as a StateChunk is given
-      as the chunk's source or, if the source was bytes or the chunk had a `make`, as a NamedValue.
-    * `parts(original)`, if given, returns the same structure as `state`, with those tensors and
-      arrays of `original` that are to be filled in place.
+      iterator over keys and values. A save then takes each value apart before it requests the next
+      one, but may read its memory later. So do not fill one buffer for several values.
+    * `restore(state, original)` restores a state into the object `original`, and returns the
+      object. If `original` is None, it returns a new object. A StateChunk in the saved state comes
+      back as its source. If the source was bytes, or the chunk had a `make`, it comes back as a
+      NamedValue.
+    * `parts(original)` is optional. It returns the tensors and arrays of `original` that are to be
+      filled in place, in the same structure as the state.
     * `flat` has the keys of the state that are left out of the names of pieces.
     * `fixed` has the keys of the state whose plain values hardly ever change.
     * `inline` says whether 0-dimensional CPU tensors are stored as plain values.

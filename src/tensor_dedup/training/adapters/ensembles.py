@@ -36,7 +36,7 @@ class _Read(NamedTuple):
 
 
 class AppendOnlyMemory:
-    """The data that an adapter keeps of a model, to save work at the next step of the same model.
+    """Values that an adapter keeps of a model, to reuse them at the next step of the same model.
 
     Use the object from one thread at a time.
     """
@@ -62,7 +62,7 @@ class AppendOnlyMemory:
         return self._last.get(id(key))
 
     def keep(self, key: object, value: object) -> None:
-        """Keep `value` for the object `key` until the next model was processed.
+        """Keep `value` for the object `key` until the next model has been processed.
 
         `value` must hold a reference to the object, so that its identity is not reused.
         """
@@ -93,9 +93,9 @@ def read_columns(
 ) -> _Columns | None:
     """Return the result of `columns_of(objects)`: columns with one item for each object.
 
-    If the adapter was made with `append_only`, only new objects are read, together with the last
-    object of the previous step. If that object has changed, or if an object of the previous step
-    was removed or replaced, all objects are read.
+    If the adapter was made with `append_only`, only the objects added since the previous step are
+    read, and the last object of that step. All objects are read if that last one has changed, or if
+    an object of the previous step was removed or replaced.
     """
     memory = append_only_memory()
     if memory is None:

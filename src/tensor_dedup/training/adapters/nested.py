@@ -3,11 +3,10 @@
 The piece for a tensor or an array is named by the keys that lead to it, joined by dots, so a state
 dict keeps its names.
 
-The two other pieces are `#structure` and `#values`. `#structure` is a tree of nodes, each of which
-describes the value at one place. For a plain value, such as a number, the node is None, and
-`#values` has the value; the values have the same order as their nodes. So `#structure` stays the
-same from step to step while numbers change, and the store holds it once. FORMAT.md defines both
-pieces.
+The two other pieces are `#structure` and `#values`. `#structure` is a tree of nodes, each of
+which describes one value. A plain value, such as a number, is in `#values`, and its node is None.
+So `#structure` stays the same from step to step while numbers change, and the store holds it once.
+FORMAT.md defines both pieces.
 """
 
 import sys
@@ -66,7 +65,7 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
     """The node for a container, such as a dict, in the tree that describes a saved object.
 
     * `kind` is the tag of the container's type.
-    * `head` is an extra argument: the factory of a defaultdict, or the `maxlen` of a deque.
+    * `head` is the factory of a defaultdict, or the `maxlen` of a deque, and None otherwise.
     * `keys` has the encoded keys of a dict, and `items` a node for each item.
 
     A list or dict of plain values needs no such node, because it is a plain value itself.
@@ -111,7 +110,7 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """The node for a value that a load returns as a NamedValue.
+    """The node for a value that a load returns as a NamedValue, such as the bytes of a StateChunk.
 
     `name` is the name of the piece that has the bytes of the value.
     """
@@ -123,7 +122,7 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
     """The node for an object with a StateProvider, in the tree that describes a saved object.
 
     `provider` is the name of the provider, and `state` the node for the object's state. If the same
-    object occurs again, a RefNode has the same `number`.
+    object occurs again, its node there is a RefNode with the same `number`.
     """
 
     provider: str
@@ -138,9 +137,10 @@ class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The node for a PieceSeries in the tree that describes a saved object.
+    """The node for a series of byte strings, in the tree that describes a saved object.
 
-    The items are the pieces `name`_000000 and so on. Their number is in the piece `#values`.
+    Each byte string is a piece. The pieces are called `name`_000000, `name`_000001 and so on. The
+    piece `#values` says how many there are.
     """
 
     name: str
@@ -239,8 +239,7 @@ def series_names(name: str, count: int) -> list[str]:
 def take_apart(model: object) -> Iterator[StateChunk]:
     """Yield the chunks of `model` in the order in which its parts are found.
 
-    The chunks `#structure` and `#values` come last. `#structure` is serialised when its bytes are
-    read.
+    The chunks `#structure` and `#values` come last.
 
     Raises:
         StateError: A part of the model cannot be stored; the error names its path.

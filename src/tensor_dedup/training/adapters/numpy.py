@@ -15,10 +15,12 @@ _LARGEST_POSITION: Final = {"MT19937": 624, "Philox": 4}
 class NumpyAdapter(StructureAdapter):
     """The adapter for an array, a mapping of arrays, or a structure of arrays and plain values.
 
-    Arrays of all dtypes are supported, including records, strings and times, except for long double
-    and for Python objects that cannot be stored. Arrays keep their byte order and their memory
-    order (C or Fortran). The values that `extract` returns share the model's memory. An array of
-    `original` that has the same place, shape and dtype as a saved one is filled in place.
+    Arrays of numbers, booleans, strings, times and records are supported, but not of long double.
+    Arrays of Python objects are supported if the objects can be stored. Arrays keep their byte
+    order and their memory order (C or Fortran). The values that `extract` returns share the model's
+    memory.
+
+    If `original` has an array of the same shape and dtype at the same place, that array is filled.
     """
 
     name = "numpy"

@@ -33,10 +33,10 @@ class PyTorchAdapter(StructureAdapter):
     State dicts, and nested dicts and lists of all these, are accepted too. Values are named as in
     the state dict and share the model's memory.
 
-    `original` may be a structure of the same form. Its objects that have `load_state_dict` are
-    restored by that method, tensors of equal shape and dtype are filled, and the same objects are
-    returned. Without `original`, modules, optimizers and schedulers are returned as state dicts,
-    with tensors on the CPU.
+    `original` may be a structure of the same form, which is then filled and returned. Its objects
+    that have `load_state_dict` are restored by that method. Its tensors are filled if the saved
+    tensors have the same shape and dtype. Without `original`, modules, optimizers and schedulers
+    are returned as state dicts, with tensors on the CPU.
 
     Raises:
         UnsupportedArrayError: A tensor is quantised, on the meta device or distributed.

@@ -1,8 +1,7 @@
 """Store tree ensembles of scikit-learn with one piece for each tree.
 
-The piece of a tree has one row of bytes for each node: the numpy record in which scikit-learn keeps
-the node, with zeros as padding, and then the node's values. All trees are read together; 5,000
-trees take about 20 ms.
+The piece of a tree has one row of bytes for each node: scikit-learn's own record of the node, and
+then the node's values. All trees are read together; 5,000 trees take about 20 ms.
 
 In scikit-learn, each tree belongs to an estimator with attributes. Attributes that are equal in all
 estimators of the ensemble are stored once. The attributes that differ, a few numbers for each tree,
@@ -132,9 +131,9 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 def trees_state(trees: Trees) -> Any:
     """Return the state of the trees of an ensemble.
 
-    The state has the attributes that all estimators have in common, the trees as a series of
-    pieces, and the attributes in which the estimators differ. If the estimators differ too much,
-    the state has the estimators themselves.
+    Each tree becomes a piece. Attributes that are equal in all estimators are stored once, and the
+    other attributes for each estimator. If the estimators differ too much, the state has the
+    estimators themselves.
     """
     first = vars(trees.estimators[0])
     if first[_TREE] is None:

@@ -55,8 +55,8 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
 def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
     """Yield the key and the offset of each value in the object at the offset `at`.
 
-    If the caller knows where a value ends, it may pass that offset to the generator's `send`, and
-    the value is not scanned.
+    To find the next key, the generator scans the value. A caller that knows where the value ends
+    may pass that offset to `send` instead.
 
     Raises:
         UnsupportedValueError: There is no object at this offset, or the object is not valid.
@@ -123,9 +123,7 @@ def number(item: bytes) -> int:
 def objects(data: Buffer, at: int, count: int) -> list[int]:
     """Return the offsets at which `count` consecutive objects begin, and the end of the last one.
 
-    The objects are found by a search for the first bytes of the first object, because objects with
-    the same fields begin alike. If the search does not find `count` objects, they are scanned one
-    by one.
+    The first object begins at `at`. The search is fast if all objects have the same fields.
     """
     if not count:
         return [at]

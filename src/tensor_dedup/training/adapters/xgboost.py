@@ -72,8 +72,8 @@ class Parts(NamedTuple):
     """The bytes of a model (`raw`), cut into parts as XGBoost wrote them.
 
     * `trees` has the bytes of each tree.
-    * `rounds` has the encoded number of the first tree of each round, and then the encoded number
-      of trees.
+    * `rounds` has the index of the first tree of each round, and at its end the count of all trees.
+      These are encoded numbers.
     * `classes` has the encoded class of each tree.
     * `spans` maps names to the byte ranges that depend on the number of rounds.
     """
@@ -238,11 +238,11 @@ def _parts_of(raw: bytes) -> Parts | None:
 
 
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
-    """Return the bytes of a whole model, joined from an earlier model and its later rounds.
+    """Return the bytes of a whole model, joined from an earlier step of it and a slice of it.
 
-    `known` is the earlier model. `part` is a slice of the whole model that begins with the last
-    round of `known`. If this round differs in `known` and `part`, the result is None. `attributes`
-    replace the attributes in the slice.
+    `known` is the model at the earlier step. `part` is a slice of the whole model that begins with
+    the last round of `known`. If that round differs in `known` and `part`, the result is None. The
+    result has the attributes `attributes`, because the slice may lack some.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]

@@ -7,14 +7,14 @@ retention rules delete steps from both tiers, and drained steps that are not amo
 deleted from the fast tier.
 
 A step on the fast tier is undrained if the second tier lacks it, or has it with an earlier place in
-the order of saving. A pin is undrained if the second tier lacks it. This follows from the content
-of the two tiers, so there is no list of undrained steps that could be lost, and the next process
-that opens the run with both tiers continues.
+the order of saving. A pin is undrained if the second tier lacks it. All of this follows from the
+content of the two tiers, so no list of undrained steps is needed. The next process that opens the
+run with both tiers continues to drain.
 
-If the tiers have different states of a step, the state with the later place counts. States are only
-ever copied from the fast tier to the second tier. If another fast tier has saved the step
-independently, neither state is later; `tensor_dedup.training.tiers.tier_identity` detects this
-case.
+A step that is saved again gets a later place. If the tiers have different versions of a step, the
+version with the later place counts. Versions are only ever copied from the fast tier to the second
+tier. If another fast tier has saved the step independently, the later place does not decide.
+`tensor_dedup.training.tiers.tier_identity` detects this case.
 
 Three operations change both tiers: draining, deleting and unpinning a step. Each of them holds the
 second tier's lock of names. A removal is durable on the second tier before it happens on the fast
@@ -209,7 +209,7 @@ class Drain:
     def places(self) -> dict[int, StepPlace]:
         """Return the steps on either tier, each with its place in the order of saving.
 
-        If both tiers have a step, the place is that of the state that a load would use. If the
+        If both tiers have a step, the place is that of the version that a load would use. If the
         second tier cannot be read, its last known content is used.
         """
         with self._fast.handle.locked():
@@ -260,10 +260,10 @@ class Drain:
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
         """Open a step, call `read` with the open checkpoint, and return its result.
 
-        If the fast tier has the step in its current state, the step is opened there, otherwise on
-        the second tier. If the step is damaged on the fast tier, and the second tier has the same
-        state, it is opened there instead, and `read` may be called twice. Errors of `read` are
-        passed on.
+        If the tiers have different versions of the step, the later one that can be read is opened,
+        or that on the second tier if they were saved independently. If both have the same version,
+        it is opened on the fast tier. If it is damaged there, it is opened on the second tier
+        instead, and `read` may be called twice. Errors of `read` are passed on.
 
         Raises:
             UnknownStepError: Neither tier has the step.
@@ -765,9 +765,8 @@ class Drain:
     def free_space(self) -> bool:
         """Free the space of steps deleted from the fast tier; return whether any was freed.
 
-        If no space can be freed, the method waits until all steps are drained, or until an attempt
-        to drain fails, and tries again. Drained steps may be deleted from the fast tier, so there
-        may be space to free then.
+        If no space can be freed at first, the method waits and tries once more. It waits until all
+        steps are drained, or until an attempt to drain fails.
         """
         before = self._freed
         self._sweep(_FULL_WAIT_S)

@@ -1,10 +1,9 @@
 """A remote as the second tier of a run, behind a fast store.
 
-A step is drained by a push and read by a pull. A remote has no locks, only conditional writes of
-single objects. Changes that depend on the state of the fast tier are therefore protected by a lock
-on the fast tier (`drain.lock`), which saves do not use. This lock does not exclude other fast
-tiers, so only one fast tier at a time may drain a run. If another program changes a name,
-conditional writes detect the change.
+A step is drained by a push and read by a pull. A remote has no locks. So changes that
+concern both tiers are protected by a lock on the fast tier (`drain.lock`), which saves do not use.
+This lock does not exclude other fast tiers, so only one fast tier at a time may drain a run. Names
+are written conditionally: the write fails if another program has changed the name.
 """
 
 import logging

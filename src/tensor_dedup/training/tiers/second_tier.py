@@ -1,7 +1,7 @@
 """The interface of a second tier, which keeps a run's steps lastingly, and a store as second tier.
 
-The module `remote_tier` has a remote as second tier. If two tiers have different states of a step,
-the rules in `tier_identity` say which state counts, for stores and remotes alike.
+The module `remote_tier` has a remote as second tier. If two tiers have different versions of a
+step, the rules in `tier_identity` say which version counts, for stores and remotes alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -146,8 +146,8 @@ class SecondTier(Protocol):
     def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
         """Copy a step from the fast tier, where it has the manifest `manifest`, to this tier.
 
-        `place` is the result of `self.place(step)`: the place of the step that the copy replaces,
-        or None.
+        If the copy replaces a step, `place` is the place that `self.place(step)` has returned for
+        it. Otherwise `place` is None.
 
         Raises:
             OutdatedError: The step was meanwhile deleted or saved again on one of the tiers.
@@ -368,10 +368,10 @@ class StoreTier:
 
 
 def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Return whether the state `one` of a step is to be used instead of the state `other`.
+    """Return whether the version `one` of a step is to be used instead of the version `other`.
 
-    The arguments are the places of the two states in the order of saving, or None for a state that
-    does not exist. The result is True if `one` can be read, and one of these is true of `other`:
+    A version is given by its place in the order of saving, or by None if it does not exist. The
+    result is True if `one` can be read, and one of these is true of `other`:
 
     * It does not exist.
     * It cannot be read.

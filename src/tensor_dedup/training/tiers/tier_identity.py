@@ -1,4 +1,4 @@
-"""Notes of a fast tier about its second tier, and the rules for which state of a step counts.
+"""Notes of a fast tier about its second tier, and the rules for which version of a step counts.
 
     tiers/RUN    the identity of the second tier to which the run was drained
     drains/RUN   for each second tier: the place in the order of saving up to which all steps were
@@ -7,27 +7,30 @@
 If drained steps may be deleted from the fast tier, the run must be drained to the second tier that
 is noted in tiers/RUN, and to no other.
 
-If the two tiers have different states of a step, the state with the later place counts, provided
-that it was saved with knowledge of the other state. This condition does not always hold. A fast
-tier may die before its last steps are drained. Another fast tier that then continues from the
-second tier does not know of these steps. To make this visible, a fast tier that continues the steps
-of another one takes places from a later range (`next_turn`). It also notes which places it has seen
-on the second tier before it saves anything. So three cases can be detected:
+A step that is saved again gets a later place. If the two tiers have different versions of a step,
+the version with the later place counts, provided that it was saved with knowledge of the other.
 
-1. The second tier has a state of a step that is later than an undrained state on the fast tier. The
-   later state was saved without knowledge of the undrained one.
-2. The second tier has a state of a step that the fast tier has never seen, and that is earlier than
-   the state on the fast tier. The state on the fast tier was saved without knowledge of the other.
+This condition does not always hold. A fast tier may die before its last steps are drained. Another
+fast tier that then continues from the second tier does not know of these steps. To make this
+visible, a fast tier that continues the steps of another one takes places from a later range
+(`next_turn`). Before it saves anything, it notes which places it has seen on the second tier. So
+three cases can be detected:
+
+1. The second tier has a later version of a step than the fast tier, whose version is undrained. The
+   later version was saved without knowledge of the undrained one.
+2. The second tier has an earlier version of a step than the fast tier, which has never seen the
+   earlier one. The later version was saved without knowledge of it.
 3. The second tier has steps that the fast tier has never seen, with places between the last place
    seen and those of undrained steps. Another fast tier has continued the run, without knowledge of
    the undrained steps.
 
-The first two cases concern a single step: the state on the second tier is used, both states are
-kept, and the step is reported (`DivergedStepError`). The third case concerns the order of all
-steps, so nothing is drained until the user has decided (`DivergedTierError`).
+The first two cases concern a single step: the version on the second tier is used, both are kept,
+and the step is reported (case 1: `DivergedStepError`, case 2: `DivergedTierError`). The third case
+concerns the order of all steps, so nothing is drained until the user has decided
+(`DivergedTierError`).
 
 A note may be incomplete but is never wrong. If a fact is missing, the content of the tiers is
-compared: a state that both tiers have was drained, and states that differ only in their place are
+compared. A version that both tiers have was drained. Versions that differ only in their place are
 the same.
 """
 
@@ -230,11 +233,11 @@ class TierNotes:
     # Which state counts
 
     def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the two tiers have different states of a step, saved independently.
+        """Return whether the two tiers have different versions of a step, saved independently.
 
-        This means that the later state was saved without knowledge of the earlier state. `near` and
-        `there` are the places of the states on the fast tier and on the second tier. If one tier
-        has no readable state, the result is False.
+        This means that the later version was saved without knowledge of the earlier one. `near` and
+        `there` are the places of the versions on the fast tier and on the second tier. If one tier
+        has no readable version, the result is False.
         """
         if near is None or there is None or not (near.readable and there.readable):
             return False
@@ -251,18 +254,18 @@ class TierNotes:
         return _has(self._seen, place)
 
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier's state of a step is used, rather than the second tier's.
+        """Return whether the fast tier's version of a step is used, rather than the second tier's.
 
-        The result is False if the second tier's state is later, was saved independently, or is the
-        only one that can be read.
+        The result is False if the second tier's version is later, was saved independently, or is
+        the only one that can be read. The arguments are as for `diverged`.
         """
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Return whether the fast tier must keep its state of a step.
+        """Return whether the fast tier must keep its version of a step.
 
-        This is so if the second tier has no readable state of the step, only an earlier one, or one
-        that was saved independently.
+        This is so if the second tier has no readable version of the step, only an earlier one, or
+        one that was saved independently. The arguments are as for `diverged`.
         """
         return ahead(near, there) or self.diverged(near, there)
 
