@@ -115,9 +115,9 @@ class DeviceMapping:
     def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
         """Map the slabs `extents` read-only at the address range that `sleep` kept reserved.
 
-        The slabs must have the same sizes and bytes as those that `sleep` unmapped. `opener` maps
-        them, and `owner` is kept alive until they are unmapped. Does nothing if the mapping is not
-        asleep.
+        The slabs must have the same sizes and bytes as those that `sleep` unmapped.
+        `opener.remap` maps them, and `owner` is kept alive until they are unmapped. Does nothing if
+        the mapping is not asleep.
 
         After an error, `asleep` is False if the slabs were mapped nevertheless.
 
@@ -214,9 +214,9 @@ class Gpu:
         return current(self.driver, self.device.ordinal)
 
     def map(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> DeviceMapping:
-        """Map the slabs `extents` side by side, read-only, and return the mapping.
+        """Map the slabs `extents` side by side, read-only, by `opener.open`; return the mapping.
 
-        `opener` maps the slabs. `owner` is kept alive until they are unmapped.
+        `owner` is kept alive until the slabs are unmapped.
         """
         self._try_to_reap()
         with Undo() as undo:
@@ -251,11 +251,10 @@ class Gpu:
         )
 
     def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
-        """Fill the slab `extent`: map it for writing, call `write(address)`, and unmap it.
+        """Fill the slab `extent`: map it by `opener.open`, call `write(address)`, and unmap it.
 
-        `opener` maps the slab, and the GPU's context is current while `write` runs. This waits for
-        all work of the GPU before it unmaps the slab, also if `write` fails. Errors of `write` are
-        passed on.
+        The GPU's context is current while `write` runs. This waits for all work of the GPU before
+        it unmaps the slab, also if `write` fails. Errors of `write` are passed on.
         """
         self._try_to_reap()
         with self.entered(), Undo() as undo:

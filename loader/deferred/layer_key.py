@@ -198,7 +198,7 @@ def class_name(thing: object) -> str:
 
 
 def process_inputs() -> dict[str, Any]:
-    """Return the inputs common to all layers of the process: versions, environment, settings."""
+    """Return what every layer key in this process includes: versions, environment, settings."""
     return {"versions": _versions(), "environment": environment(), "runtime": runtime()}
 
 
@@ -230,10 +230,10 @@ class LayerKey:
 
     @classmethod
     def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
-        """Return the layer key for `inputs` together with the inputs common to all layers.
+        """Return the layer key for `inputs` together with those of `process_inputs`.
 
-        `process` is the text of the common inputs, as `process_text` returned it when the load
-        began. By default, `process_text` is called now.
+        `process` is the text that `process_text` returned when the load began. By default,
+        `process_text` is called now.
         """
         own = json.dumps(inputs, sort_keys=True, default=str)
         common = process_text() if process is None else process

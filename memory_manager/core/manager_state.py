@@ -341,10 +341,10 @@ class ManagerState:
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Evict unused slabs until the budget is kept or no slab can be evicted.
+        """Evict unused slabs until the budget is no longer exceeded or none can be evicted.
 
-        Records that have lost a tensor are removed. Effects that free slabs or cancel jobs are
-        queued.
+        Then remove records that have lost a tensor, and add to `effects` the slabs that the server
+        must free and the jobs that it must cancel.
         """
         self.ledger.trim()
         for record in list(self.ledger.orphans):

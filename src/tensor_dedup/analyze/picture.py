@@ -106,7 +106,10 @@ def sections(checkpoints: Sequence[Measured]) -> list[Section]:
 
 
 def draw(checkpoints: Sequence[Measured], columns: Sequence[Section]) -> Picture:
-    """Return the chart of these checkpoints, with the columns in the given sections."""
+    """Return a chart with a row for each of `checkpoints`.
+
+    Its columns, from left to right, are those of each section in `columns`.
+    """
     later = {t.fingerprint.digest for c in checkpoints[1:] for t in c.tensors}
     before: set[str] = set()
     rows = []

@@ -184,9 +184,10 @@ def data_errors() -> Iterator[None]:
 
 
 def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
-    """Remember the value of the option `--store` or the argument URL, for hints in messages.
+    """Remember the value of the option `--store` or the argument URL.
 
-    This is a click `callback`; it returns `value` unchanged.
+    Messages that suggest a command can then repeat it. This is a click `callback`; it
+    returns `value` unchanged.
     """
     context.meta[f"{_GIVEN}{parameter.name}"] = value
     return value

@@ -154,7 +154,10 @@ _Some = TypeVar("_Some", bound=_Sliced)
 
 
 def parts_in_order(array: _Some, start: int, stop: int) -> Iterator[_Some]:
-    """Yield subarrays with the elements of `array` from number `start` up to `stop`, in C order."""
+    """Yield views of `array` that together are `array.reshape(-1)[start:stop]`, in order.
+
+    Nothing is copied, also if `array` is not contiguous.
+    """
     if start >= stop:
         return
     size = math.prod(array.shape)

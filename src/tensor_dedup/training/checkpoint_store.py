@@ -192,8 +192,8 @@ class CheckpointStore:
                 form of a step's name; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else than a store.
             UnknownNameError: The run has no step, and the store has no checkpoint `base`.
-            OtherTierError: The run was drained to another second tier before, or `drain` is empty,
-                for example because its disk is not mounted.
+            OtherTierError: `drain` is not the second tier to which the run was drained before, for
+                example because its disk is not mounted.
             DivergedTierError: Another `root` has continued the run, and this `root` has later steps
                 that are still to be drained.
             StoreIOError, StoreAccessError: The store at `drain` cannot be read.

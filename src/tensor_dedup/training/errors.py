@@ -73,10 +73,10 @@ class DrainError(AdvisedError):
 
 
 class OtherTierError(StoreError):
-    """The steps of this run were copied to another second tier before.
+    """The second tier is not the one to which this run's steps were copied before.
 
-    The disk of the earlier tier may not be mounted. Nothing was written to the second tier, and the
-    fast tier keeps its steps.
+    Perhaps the disk of the earlier tier is not mounted, or another disk is mounted in its place.
+    Nothing was written to the wrong tier, and the fast tier keeps its steps.
     """
 
     @classmethod

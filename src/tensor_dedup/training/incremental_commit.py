@@ -380,7 +380,10 @@ class StepSnapshot:
             raise NotTextError.at(self.name, what, text=wrong) from None
 
     def as_new(self) -> Self:
-        """Return a copy of the step whose commit fails if a step of this name exists."""
+        """Return a copy of the snapshot that must not replace a step.
+
+        If a step of this name exists, committing the copy raises NameTakenError.
+        """
         return replace(self, new=True)
 
     @property

@@ -132,11 +132,11 @@ def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
 
 
 def check_object(name: str, blob: bytes, path: PurePath) -> None:
-    """Check that `blob`, the frame of the manifest or page `name`, can be decoded.
+    """Check that `blob` is a valid manifest or page of a manifest, and has the digest `name`.
 
     Raises:
-        DamagedFileError: The frame is not valid; the error names `path`.
-        NewerFormatError: A later version of this program wrote the frame.
+        DamagedFileError: The check failed; the error names `path`.
+        NewerFormatError: A later version of this program wrote `blob`.
     """
     if frames.kind_of(blob) == MANIFEST:
         decode_manifest(blob, name, path)
@@ -157,7 +157,7 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
-    """Decode `blob`, the frame of the manifest `name`, and check it.
+    """Decode and check the manifest `blob`, whose digest must be `name`.
 
     The check ensures that an export of the manifest writes no file outside its folder.
 
@@ -192,7 +192,7 @@ def aliases(manifest: Manifest) -> dict[str, str]:
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
-    """Decode `blob`, the frame of the page `name`, and check it.
+    """Decode and check the manifest page `blob`, whose digest must be `name`.
 
     Raises:
         DamagedFileError: The page is damaged; the error names `path`.

@@ -238,11 +238,11 @@ def _parts_of(raw: bytes) -> Parts | None:
 
 
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
-    """Return the bytes of a whole model, joined from an earlier step of it and a slice of it.
+    """Return the bytes of a model that has grown, joined from its old rounds and its new ones.
 
-    `known` is the model at the earlier step. `part` is a slice of the whole model that begins with
-    the last round of `known`. If that round differs in `known` and `part`, the result is None. The
-    result has the attributes `attributes`, because the slice may lack some.
+    `known` is the model at an earlier step. `part` has the rounds from the last one of `known` on.
+    If that shared round differs between them, the result is None. `attributes` are those of the
+    grown model.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]

@@ -128,7 +128,7 @@ class Drain:
           `CheckpointStore`.
 
         Raises:
-            OtherTierError: The run was drained to another second tier before.
+            OtherTierError: The second tier is not the one to which the run was drained.
             DivergedTierError: Another fast tier has continued the run, and this fast tier has later
                 steps that are still to be drained.
             StoreError: A tier cannot be read.

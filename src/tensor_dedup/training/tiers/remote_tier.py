@@ -426,7 +426,7 @@ def second_tier(
     deleted from the fast tier.
 
     Raises:
-        OtherTierError: The run was drained to another second tier before.
+        OtherTierError: The second tier is not the one to which the run was drained.
         StoreError: The second tier cannot be opened.
     """
     if isinstance(drain, LocalStore):

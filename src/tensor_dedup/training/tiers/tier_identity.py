@@ -76,7 +76,7 @@ class TierNotes:
         `lets_go` says whether drained steps may be deleted from the fast tier.
 
         Raises:
-            OtherTierError: The run was drained to another second tier before.
+            OtherTierError: The second tier is not the one to which the run was drained.
         """
         self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
         self._note, self._noted = self._read_note(), False
