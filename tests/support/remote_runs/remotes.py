@@ -233,8 +233,8 @@ class Proxy:
         self.blind = False
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def reset(self) -> None:
         with self._lock:
@@ -248,11 +248,19 @@ class Proxy:
         while True:
             try:
                 here, _ = self._server.accept()
-                there = socket.create_connection(("127.0.0.1", self._target))
             except OSError:
                 return
-            self._open = [each for each in self._open if each.fileno() >= 0]
-            self._open += [here, there]
+            try:
+                there = socket.create_connection(("127.0.0.1", self._target))
+            except OSError:
+                here.close()
+                continue
+            with self._lock:
+                if self._closed:
+                    hang_up(here, there)
+                    return
+                self._open = [each for each in self._open if each.fileno() >= 0]
+                self._open += [here, there]
             threading.Thread(target=self._forward, args=(here, there), daemon=True).start()
 
     def _forward(self, here: socket.socket, there: socket.socket) -> None:
@@ -260,8 +268,10 @@ class Proxy:
         with here, there:
             back = threading.Thread(target=self._pump, args=(there, here, False), daemon=True)
             back.start()
-            self._pump(here, there, True)
-            back.join()
+            try:
+                self._pump(here, there, True)
+            finally:
+                back.join()
 
     def _pump(self, source: socket.socket, target: socket.socket, out: bool) -> None:
         try:
@@ -277,12 +287,16 @@ class Proxy:
                 target.sendall(data)
         except OSError:
             pass
-        for each in (source, target):
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        finally:
+            for each in (source, target):
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        hang_up(self._server, *self._open)
+        with self._lock:
+            self._closed = True
+            there = self._open
+        hang_up(self._server, *there)
 
 
 def hang_up(*sockets: socket.socket) -> None:
