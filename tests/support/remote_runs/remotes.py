@@ -217,6 +217,42 @@ class Faulty(Bucket):
         yield from map(call, [*items])
 
 
+class Listener:
+    """A port. A thread serves each connection, and `close` ends all of them."""
+
+    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+        self._serve = serve
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._server.getsockname()[1]
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._closed = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._server.accept()
+            except OSError:
+                return
+            self.end_with_it(link)
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def end_with_it(self, link: socket.socket) -> None:
+        """Have `close` end `link`, too; at once, if the port is closed already."""
+        with self._lock:
+            if self._closed:
+                hang_up(link)
+                return
+            self._open = [each for each in self._open if each.fileno() >= 0]
+            self._open.append(link)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            hang_up(self._server, *self._open)
+
+
 class Proxy:
     """Forwards connections to a port of this machine, and counts bytes and requests.
 
@@ -227,14 +263,11 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
         self.sent = self.received = self.requests = 0
         self.blind = False
         self._lock = threading.Lock()
-        self._open: list[socket.socket] = []
-        self._closed = False
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener = Listener(self._forward)
+        self.port = self._listener.port
 
     def reset(self) -> None:
         with self._lock:
@@ -244,28 +277,14 @@ class Proxy:
     def nbytes(self) -> int:
         return self.sent + self.received
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                here, _ = self._server.accept()
-            except OSError:
-                return
-            try:
-                there = socket.create_connection(("127.0.0.1", self._target))
-            except OSError:
-                here.close()
-                continue
-            with self._lock:
-                if self._closed:
-                    hang_up(here, there)
-                    return
-                self._open = [each for each in self._open if each.fileno() >= 0]
-                self._open += [here, there]
-            threading.Thread(target=self._forward, args=(here, there), daemon=True).start()
-
-    def _forward(self, here: socket.socket, there: socket.socket) -> None:
+    def _forward(self, here: socket.socket) -> None:
         """Pass on what either side sends, until one of them is closed."""
-        with here, there:
+        with (
+            here,
+            suppress(OSError),
+            socket.create_connection(("127.0.0.1", self._target)) as there,
+        ):
+            self._listener.end_with_it(there)
             back = threading.Thread(target=self._pump, args=(there, here, False), daemon=True)
             back.start()
             try:
@@ -293,10 +312,7 @@ class Proxy:
                     each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            there = self._open
-        hang_up(self._server, *there)
+        self._listener.close()
 
 
 def hang_up(*sockets: socket.socket) -> None:

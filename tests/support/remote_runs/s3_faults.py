@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
-from remote_runs.remotes import MemoryBucket, Proxy, hang_up
+from remote_runs.remotes import Listener, MemoryBucket, Proxy
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import ServerBucket
 
@@ -296,12 +296,10 @@ class FaultyProxy:
 
     def __init__(self, upstream: Upstream, client: str = "a") -> None:
         self.upstream, self._client = upstream, client
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._server.getsockname()[1]
         self._guard = threading.Lock()
-        self._links: list[socket.socket] = []
         self.arm()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener = Listener(self._serve)
+        self.port = self._listener.port
 
     def arm(
         self,
@@ -331,17 +329,7 @@ class FaultyProxy:
         self.late.clear()
 
     def close(self) -> None:
-        hang_up(self._server, *self._links)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                link, _ = self._server.accept()
-            except OSError:
-                return
-            self._links = [each for each in self._links if each.fileno() >= 0]
-            self._links.append(link)
-            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+        self._listener.close()
 
     def _serve(self, link: socket.socket) -> None:
         with link, link.makefile("rb") as reader, suppress(OSError):
