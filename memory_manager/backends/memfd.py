@@ -4,6 +4,7 @@ After a file is sealed, the kernel refuses every write to it. The manager maps a
 hashes the slab.
 """
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup import libc
 from tensor_dedup.digest import leaf_digests
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.errors import (
@@ -95,19 +97,16 @@ class MemfdBackend:
         """
         begin = min(offset for offset, _ in spans) // PAGE * PAGE
         end = max(offset + nbytes for offset, nbytes in spans)
-        # Private: older kernels refuse a shared mapping of a sealed file, be it to read.
-        with (
-            _refusals(memory.nbytes),
-            mmap.mmap(
-                memory.fileno,
-                end - begin,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ,
-                offset=begin,
-            ) as mapping,
-            memoryview(mapping) as view,
-        ):
+        size = end - begin
+        # Private: older kernels refuse a shared mapping of a sealed file, be it to read. And by
+        # libc: Python's mmap needs a descriptor more, and there may be none left.
+        with _refusals(memory.nbytes):
+            address = libc.mmap(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, memory.fileno, begin)
+        try:
+            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
+        finally:
+            libc.munmap(address, size)
 
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.

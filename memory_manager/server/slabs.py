@@ -95,7 +95,10 @@ class Slabs:
                 self._memories[outcome.slab], outcome.memory = outcome.memory, None
             if outcome.kind == "allocated":
                 asked = self._asked.pop(outcome.slab)
-                if outcome.short_of_descriptors and self._spare_descriptor():
+                # What is being freed may be enough.
+                if outcome.short_of_descriptors and (
+                    self._closer.freeing or self._spare_descriptor()
+                ):
                     self._allocate_later(asked)
                     continue
             yield outcome

@@ -614,14 +614,34 @@ class Scarce(MemfdBackend):
     def __init__(self, slabs: int) -> None:
         self.slabs = slabs
         self.living: list[Any] = []
+        self.refused = 0
 
     def reserve(self, nbytes: int) -> Any:
         self.living = [each for each in self.living if each() is not None]
         if len(self.living) >= self.slabs:
+            self.refused += 1
             raise NoMemoryError("no descriptor", errno=errno.ENFILE)
         slab = super().reserve(nbytes)
         self.living.append(weakref.ref(slab))
         return slab
+
+
+def test_a_descriptor_that_is_about_to_be_free_is_waited_for(folder: Path) -> None:
+    """Slabs are freed on a thread, which may be behind."""
+    backend = Scarce(slabs=1)
+    with (
+        serving(folder, backend=backend, settings=Settings(2 * PAGE)) as server,
+        connect(folder / "m.sock", keep_connected=False) as client,
+    ):
+        managers.build(client, "old", managers.pattern(1, PAGE))
+        closer, counters = server._closer, server._core.state.counters
+        # Two are the freeing of "old", the third is the second attempt.
+        closer.afterwards(
+            lambda: managers.until(lambda: closer._work.qsize() > 2 or counters["refusals"] > 0)
+        )
+        managers.build(client, "new", managers.pattern(2, PAGE))
+        assert backend.refused
+        assert counters["refusals"] == 0
 
 
 # What the manager remembers.

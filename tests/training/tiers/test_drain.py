@@ -43,6 +43,7 @@ from tensor_dedup.store.steps.errors import (
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DivergedStepError, DrainError
+from tensor_dedup.training.tiers import drain
 from tensor_dedup.training.tiers.second_tier import StoreTier
 
 
@@ -379,6 +380,26 @@ def test_a_state_with_the_same_place_is_replaced_by_the_next_save(tmp_path: Path
     with tiers(tmp_path) as run:
         save(run, 3)
         assert run.latest() == 3
+    assert manifests(tmp_path, "fast")[3] == manifests(tmp_path, "second")[3]
+
+
+def test_a_save_that_overtakes_the_attempt_at_another_state_is_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt fails after the step was saved again, so it says nothing about what is there."""
+    diverge(tmp_path)
+    failing, saved = threading.Event(), threading.Event()
+
+    def late(message: str, *args: object) -> None:
+        failing.set()
+        assert saved.wait(30)
+
+    monkeypatch.setattr(drain._log, "error", late)
+    with tiers(tmp_path) as run:
+        assert failing.wait(30)
+        save(run, 3)
+        saved.set()
+        run.drain()
     assert manifests(tmp_path, "fast")[3] == manifests(tmp_path, "second")[3]
 
 

@@ -590,8 +590,8 @@ class Drain:
             self._error, self._pauses = None, 0
             if self._queue.get(step) is mark:
                 del self._queue[step]
-            if broken is not None:
-                self._broken[step] = broken
+                if broken is not None:  # of what was saved since, it says nothing
+                    self._broken[step] = broken
             self._changed.notify_all()
         return True
 
