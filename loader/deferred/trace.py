@@ -134,9 +134,9 @@ class Tracer:
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Context manager: while it is active, threads may be started in spite of `recording`.
+        """Context manager: while it is active, the code may start threads.
 
-        It is for code of this package, which may hash in a thread pool.
+        `recording` does not allow this otherwise. Code of this package may hash in a thread pool.
         """
         before, self._evaluating = self._evaluating, True
         try:

@@ -274,9 +274,10 @@ class ScaledGemm(KeyedLayer):
         self._pack(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Use `form`, the handler of an equal layer, and the scales that `record` lists.
+        """Give this layer the handler of an equal layer (`form`) and the scales listed in `record`.
 
-        If an audit selects the layer, vLLM first processes the layer, and the result is compared.
+        vLLM then need not process the layer. If an audit selects the layer, vLLM processes it all
+        the same, and the result is compared with that of the equal layer.
 
         Raises:
             AuditError: A tensor differs from that of the equal layer.

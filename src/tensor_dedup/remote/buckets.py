@@ -123,7 +123,7 @@ class Bucket(ABC):
         return f"{self.url}/{key}"
 
     def foreign(self) -> str | None:
-        """Return the name of a file or folder in the bucket that no remote contains, or None.
+        """Return the name of a file or folder in the bucket that is not part of a remote, or None.
 
         Only local folders are searched; other buckets return None.
         """

@@ -114,15 +114,14 @@ def restore_marker(bucket: Bucket) -> str | None:
     """Write the marker `FORMAT` of a remote again if it is missing or damaged.
 
     Returns the fault of the marker as a text, or None if the marker is intact. Without write
-    access, only the fault is returned. If the marker is not intact, the other objects must show
-    that the bucket is a remote:
+    access, only the fault is returned.
 
-    * The catalog is readable.
-    * At least one reference is readable, or the catalog is empty and there are no references.
+    The function writes a marker only if the other objects show that the bucket is a remote. For
+    this, the catalog must be readable, and at least one reference, too. An empty catalog is
+    sufficient if there are no references.
 
     Raises:
-        NotARemoteError: The bucket is empty or holds something else, or too much of it is lost to
-            tell whether it is a remote.
+        NotARemoteError: The bucket is empty, or the other objects do not show that it is a remote.
         NewerFormatError: The bucket holds a remote of a later version.
     """
     # Whatever it was overwritten with.

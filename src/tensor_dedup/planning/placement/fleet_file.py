@@ -76,7 +76,7 @@ def _from_file(path: Path, name: str, table: object, defaults: Mapping[str, Any]
 def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
     """Return the model `name` with the fields in `given`, of which `path` is required.
 
-    `where` says in errors where the fields come from.
+    `where` is the origin of the fields, as errors name it.
 
     Raises:
         ConfigError: A field is unknown or has a wrong value.

@@ -37,9 +37,8 @@ class LightGBMAdapter(GrowingAdapter):
     Each tree is a piece of bytes, named `tree_000000` and so on. Predictions of a restored model
     are bit-identical. With `append_only`, LightGBM writes only the new trees of a booster.
 
-    `original` may be a booster. It then loses its training data, because it is filled by LightGBM's
-    `model_from_string`. To continue the training, pass the booster to
-    `lightgbm.train(init_model=)`.
+    A restore into a booster calls LightGBM's `model_from_string`, and the booster then has no
+    training data. To continue the training, pass the booster to `lightgbm.train(init_model=)`.
     """
 
     name = "lightgbm"
