@@ -4,7 +4,6 @@ After a file is sealed, the kernel refuses every write to it. The manager maps a
 hashes the slab.
 """
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -103,7 +102,7 @@ class MemfdBackend:
         with _refusals(memory.nbytes):
             address = libc.mmap(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, memory.fileno, begin)
         try:
-            view = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            view = libc.view(address, size)
             return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
         finally:
             libc.munmap(address, size)

@@ -92,7 +92,7 @@ class Server:
         self._options = options or Options()
         self._core = Core(settings)
         self._closer = DescriptorCloser()
-        self._slabs = Slabs(backend, self._closer, self._spare_descriptor)
+        self._slabs = Slabs(backend, self._closer, self._spare_descriptors)
         self._acceptor = Acceptor(socket_file.socket)
         self._selector = selectors.DefaultSelector()
         self._clients = Clients(
@@ -245,10 +245,7 @@ class Server:
     def _make_way(self) -> None:
         """There is no descriptor for who connects: unused slabs go, or it is told."""
         count = max(_OF_A_CLIENT, self._descriptors_short())
-        if self._closer.freeing:  # what has gone already may be enough
-            self._accept_later(_ROOM_PAUSE_S)
-        elif effects := self._core.spare_descriptors(count):
-            self._effects.extend(effects)
+        if self._spare_descriptors(count):
             self._accept_later(_ROOM_PAUSE_S)
         elif not self._acceptor.turn_away():
             self._accept_later(_ACCEPT_PAUSE_S)
@@ -359,9 +356,11 @@ class Server:
             self._effects.extend(effects)
             self._do_effects()
 
-    def _spare_descriptor(self) -> bool:
-        """Free an unused slab, whose descriptor another one needs; return False if there is none"""
-        effects = self._core.spare_descriptors(1)
+    def _spare_descriptors(self, count: int = 1) -> bool:
+        """Return whether slabs are being freed, and if none are, first evict up to `count`."""
+        if self._closer.freeing:  # what has gone already may be enough
+            return True
+        effects = self._core.spare_descriptors(count)
         self._effects.extend(effects)
         self._do_effects()
         return bool(effects)

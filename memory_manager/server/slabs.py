@@ -27,19 +27,19 @@ class Slabs:
     """
 
     def __init__(
-        self, backend: Backend, closer: DescriptorCloser, spare_descriptor: Callable[[], bool]
+        self, backend: Backend, closer: DescriptorCloser, spare_descriptors: Callable[[], bool]
     ) -> None:
         """Start the threads.
 
-        `spare_descriptor` frees an unused slab, and returns whether there was one. It is called
-        when memory could not be allocated because no descriptor was left; the allocation is then
-        tried again.
+        `spare_descriptors` is called when memory could not be allocated because no descriptor was
+        left. It returns whether slabs are being freed, and evicts an unused one if none are. If it
+        returns True, the allocation is tried again after that.
 
         Raises:
             NoMemoryError: The system cannot start a thread.
         """
         self._closer = closer
-        self._spare_descriptor = spare_descriptor
+        self._spare_descriptors = spare_descriptors
         self._jobs = SlabJobs(backend, closer)
         self._memories: dict[int, Memory] = {}
         self._inherited: dict[int, int] = {}  # descriptors
@@ -95,10 +95,7 @@ class Slabs:
                 self._memories[outcome.slab], outcome.memory = outcome.memory, None
             if outcome.kind == "allocated":
                 asked = self._asked.pop(outcome.slab)
-                # What is being freed may be enough.
-                if outcome.short_of_descriptors and (
-                    self._closer.freeing or self._spare_descriptor()
-                ):
+                if outcome.short_of_descriptors and self._spare_descriptors():
                     self._allocate_later(asked)
                     continue
             yield outcome

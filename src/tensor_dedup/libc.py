@@ -78,6 +78,11 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
     return int(found)
 
 
+def view(address: int, nbytes: int) -> memoryview:
+    """Return a view of the `nbytes` bytes at `address`. It does not keep the memory alive."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
 def munmap(address: int, nbytes: int) -> None:
     """Unmap `nbytes` bytes of memory at `address`. The range must not be used afterwards."""
     _libc.munmap(address, nbytes)

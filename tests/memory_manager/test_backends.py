@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from manager_runs.manager_fakes import FakeBackend
+from processes.process_state import descriptor_limit
 from store_runs.contracts import BackendTests
 from tensor_dedup.digest import leaf_digests
 from tensor_dedup.memory_manager.backends.base import Backend
@@ -37,13 +37,11 @@ def test_slabs_are_named_for_those_who_count_memory() -> None:
 
 @contextlib.contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     probe = os.open(os.devnull, os.O_RDONLY)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (probe, before[1]))
-        yield
+        with descriptor_limit(probe):
+            yield
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(probe)
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from processes.process_state import forked
+from processes.process_state import descriptor_limit, forked
 from store_runs.stores import (
     KIB,
     Content,
@@ -85,7 +84,6 @@ def few(store: Store) -> Iterator[int]:
 def few_files() -> Iterator[int]:
     """A process that may open few files more than it has open."""
     gc.collect()  # so that what earlier tests have left is not closed meanwhile
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(_open_files()) + 1 + SPARE
     assert MANY > SPARE
     # New files get the lowest numbers: none may be free below the highest that is in use.
@@ -93,11 +91,10 @@ def few_files() -> Iterator[int]:
     while fillers[-1] < most - SPARE:
         fillers.append(os.dup(fillers[0]))
     os.close(fillers.pop())
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
     try:
-        yield most
+        with descriptor_limit(most):
+            yield most
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
         for filler in fillers:
             os.close(filler)
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,13 +56,9 @@ def few_descriptors() -> Iterator[None]:
     Three quarters of all are for blocks. What earlier tests left may look for its manager
     meanwhile, in threads, each with a descriptor for a moment.
     """
-    before, there = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors()
-    most = max(there + 10, there * 4 // 3)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
-    try:
+    there = descriptors()
+    with process_state.descriptor_limit(max(there + 10, there * 4 // 3)):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager

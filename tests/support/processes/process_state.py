@@ -13,12 +13,14 @@ import gc
 import os
 import pickle
 import re
+import resource
 import threading
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +100,17 @@ def _open() -> set[str]:
         except FileNotFoundError:  # the descriptor of this listing
             continue
     return found
+
+
+@contextmanager
+def descriptor_limit(most: int) -> Iterator[None]:
+    """This process may open no descriptor of the number `most` or above."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def clear_frames(error: BaseException) -> None:

@@ -1,11 +1,11 @@
 """The storages of the tensors in a state dict, as flat bytes. Needs torch."""
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from tensor_dedup import libc
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.serverless.storage_graph import StorageEntry, StorageGraph, TensorAlias
 from tensor_dedup.formats.serverless.tensor_index import DTYPES
@@ -107,8 +107,7 @@ def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
     with room[: part.nbytes] as target:
         if part.device.type == "cpu":
             # Not by torch: its threads wait for each other on a busy machine, and one is enough.
-            source = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
-            copy(memoryview(source).cast("B"), target)
+            copy(libc.view(part.data_ptr(), part.nbytes), target)
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(part)
     return part.nbytes
