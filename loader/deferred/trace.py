@@ -179,22 +179,16 @@ class Tracer:
         if storage is not None:
             return _plain_view(storage, tensor)
         _refuse_foreign(tensor)
-        self._evaluating = True  # hashing may start the pool: those threads are ours
-        try:
+        with self.own_work():  # hashing may start the pool: those threads are ours
             return Const(tensor)
-        finally:
-            self._evaluating = False
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = self.find(tensor)
         if storage is None:
             _refuse_foreign(tensor)
             return tensor
-        self._evaluating = True
-        try:
+        with self.own_work():
             return self._evaluate(_plain_view(storage, tensor))
-        finally:
-            self._evaluating = False
 
     def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record or execute `func`, an operation of the kind `kind` with a deferred argument.

@@ -102,8 +102,8 @@ class MemfdBackend:
         with _refusals(memory.nbytes):
             address = libc.mmap(0, size, mmap.PROT_READ, mmap.MAP_PRIVATE, memory.fileno, begin)
         try:
-            view = libc.view(address, size)
-            return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
+            with libc.view(address, size) as view:
+                return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
         finally:
             libc.munmap(address, size)
 

@@ -54,7 +54,12 @@ class DescriptorCloser:
     @property
     def freeing(self) -> bool:
         """Whether memory passed to `drop` has not been freed yet."""
-        return self._counts["dropped"] > 0
+        return self._counts["dropped"] > self.freed
+
+    @property
+    def freed(self) -> int:
+        """The number of calls of `drop` so far whose memory has been freed."""
+        return self._counts["freed"]
 
     def _count(self, what: str, by: int) -> None:
         with self._lock:
@@ -73,7 +78,7 @@ class DescriptorCloser:
         """
         self._count("dropped", 1)
         self._work.put(held.clear)
-        self._work.put(lambda: self._count("dropped", -1))
+        self._work.put(lambda: self._count("freed", 1))
 
     def afterwards(self, work: _Work) -> None:
         """Call `work` when everything passed to `drop` so far has been freed.

@@ -220,6 +220,7 @@ class Server:
         self._selector.register(self._file.socket, selectors.EVENT_READ, self._accept)
 
     def _accept(self) -> None:
+        freed = self._closer.freed
         try:
             if (short := self._descriptors_short()) > 0:
                 raise OSError(errno.EMFILE, f"{short} descriptors short")
@@ -227,7 +228,7 @@ class Server:
         except OSError as error:
             if not lacks_descriptors(error):
                 raise
-            self._make_way()
+            self._make_way(freed)
             return
         if accepted is not None:
             self._clients.welcome(accepted)
@@ -242,10 +243,10 @@ class Server:
         used = self._own_descriptors + clients + slabs + self._closer.pending
         return used + min(_FOR_A_MESSAGE, limit // 4) - limit
 
-    def _make_way(self) -> None:
+    def _make_way(self, freed: int) -> None:
         """There is no descriptor for who connects: unused slabs go, or it is told."""
         count = max(_OF_A_CLIENT, self._descriptors_short())
-        if self._spare_descriptors(count):
+        if self._spare_descriptors(freed, count):
             self._accept_later(_ROOM_PAUSE_S)
         elif not self._acceptor.turn_away():
             self._accept_later(_ACCEPT_PAUSE_S)
@@ -356,9 +357,14 @@ class Server:
             self._effects.extend(effects)
             self._do_effects()
 
-    def _spare_descriptors(self, count: int = 1) -> bool:
-        """Return whether slabs are being freed, and if none are, first evict up to `count`."""
-        if self._closer.freeing:  # what has gone already may be enough
+    def _spare_descriptors(self, freed: int, count: int = 1) -> bool:
+        """Return whether there may be a descriptor soon for what could not get one.
+
+        `freed` is the value of `closer.freed` just before it asked. If no slab has been freed since
+        and none is being freed, up to `count` unused slabs are evicted.
+        """
+        # In this order: what is freed between the two questions is seen by the second one.
+        if self._closer.freeing or self._closer.freed != freed:
             return True
         effects = self._core.spare_descriptors(count)
         self._effects.extend(effects)

@@ -48,7 +48,8 @@ class Outcome:
     """The result of a job on a slab. `memory` is set if the job allocated or reclaimed it.
 
     `failure` is None, or an error code and a text. `short_of_descriptors` is True if the job failed
-    because no descriptor was left; the job can then be tried again.
+    because no descriptor was left; the job can then be tried again. `freed_before` is the value of
+    `DescriptorCloser.freed` just before the job asked for memory.
     """
 
     kind: Literal["allocated", "hashed"]
@@ -57,6 +58,7 @@ class Outcome:
     digests: list[str] | None = None
     failure: Failure | None = None
     short_of_descriptors: bool = False
+    freed_before: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +138,7 @@ class SlabJobs:
 
     def _allocation(self, job: _Job, nbytes: int) -> _Steps:
         def reserve() -> None:
+            job.outcome.freed_before = self._closer.freed
             job.outcome.memory = self._backend.reserve(nbytes)
 
         def commit(start: int) -> None:

@@ -27,13 +27,13 @@ class Slabs:
     """
 
     def __init__(
-        self, backend: Backend, closer: DescriptorCloser, spare_descriptors: Callable[[], bool]
+        self, backend: Backend, closer: DescriptorCloser, spare_descriptors: Callable[[int], bool]
     ) -> None:
         """Start the threads.
 
         `spare_descriptors` is called when memory could not be allocated because no descriptor was
-        left. It returns whether slabs are being freed, and evicts an unused one if none are. If it
-        returns True, the allocation is tried again after that.
+        left. Its argument is the value of `closer.freed` just before that attempt. It returns
+        whether another attempt is worthwhile, and may evict an unused slab for it.
 
         Raises:
             NoMemoryError: The system cannot start a thread.
@@ -95,7 +95,7 @@ class Slabs:
                 self._memories[outcome.slab], outcome.memory = outcome.memory, None
             if outcome.kind == "allocated":
                 asked = self._asked.pop(outcome.slab)
-                if outcome.short_of_descriptors and self._spare_descriptors():
+                if outcome.short_of_descriptors and self._spare_descriptors(outcome.freed_before):
                     self._allocate_later(asked)
                     continue
             yield outcome

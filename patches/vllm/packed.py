@@ -276,11 +276,12 @@ class ScaledGemm(KeyedLayer):
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
         """Give this layer the handler of an equal layer (`form`) and the scales listed in `record`.
 
-        vLLM then need not process the layer. If an audit selects the layer, vLLM processes it all
-        the same, and the result is compared with that of the equal layer.
+        vLLM then need not process the layer. If an audit selects the layer, the digest of its
+        weight is compared with the digest in `record`. vLLM then processes the layer all the same,
+        and its other tensors are compared with those of the equal layer.
 
         Raises:
-            AuditError: A tensor differs from that of the equal layer.
+            AuditError: The digests or the tensors differ.
         """
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)

@@ -66,10 +66,10 @@ _CHECKS = "_tensor_dedup_checks_keep_plain"
 
 
 def install() -> None:
-    """Wrap vLLM's packing function so that it does not pack shared weights. Idempotent.
+    """Wrap vLLM's packing function so that some weights stay unpacked. Idempotent.
 
-    A layer whose weight is shared in its unpacked form has the attribute KEEP_PLAIN, and the
-    wrapper skips such layers. Without the wrapper, a reload would pack their weights.
+    A layer whose weight is to stay unpacked has the attribute KEEP_PLAIN, and the wrapper skips
+    such layers. Without the wrapper, a reload would pack their weights.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):

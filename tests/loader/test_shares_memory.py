@@ -1,7 +1,6 @@
 """shares_memory: the same physical memory, whatever the addresses, until one side writes."""
 
 import os
-import resource as limits
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from processes.process_state import forked
+from processes.process_state import descriptor_limit, forked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange
@@ -172,13 +171,8 @@ def test_without_proc_the_answer_is_an_error_and_no_guess(
 def test_without_a_descriptor_the_advice_is_to_allow_more(resident: Resident) -> None:
     one, two = resident.map(), resident.map()
     assert shared_bytes(one, two) == one.nbytes
-    soft, hard = limits.getrlimit(limits.RLIMIT_NOFILE)
-    limits.setrlimit(limits.RLIMIT_NOFILE, (0, hard))
-    try:
-        with pytest.raises(UnsupportedError, match="raise ulimit -n to ask"):
-            shared_bytes(one, two)
-    finally:
-        limits.setrlimit(limits.RLIMIT_NOFILE, (soft, hard))
+    with descriptor_limit(0), pytest.raises(UnsupportedError, match="raise ulimit -n to ask"):
+        shared_bytes(one, two)
     assert shared_bytes(one, two) == one.nbytes
 
 

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from manager_runs import managers
+from processes.process_state import descriptor_limit
 from store_runs.contracts import committed
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
@@ -343,16 +344,16 @@ def test_without_descriptors_a_client_gives_its_leases_back(manager: managers.Ma
         leases = [managers.build(client, f"k{n}", managers.pattern(n, 5000)) for n in range(8)]
         digests = [lease.digest for [lease] in leases]
         del leases
-        before = resource.getrlimit(resource.RLIMIT_NOFILE)
         highest = max(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208
         # Descriptors are numbered from the lowest free one: leave room for a few.
         spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(highest + 2)]
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(spare) + 3, before[1]))
-            with pytest.raises(NoMemoryError, match="descriptors"):
+            with (
+                descriptor_limit(max(spare) + 3),
+                pytest.raises(NoMemoryError, match="descriptors"),
+            ):
                 client.lease(digests)
         finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
             for fd in spare:
                 os.close(fd)
         managers.until(lambda: client.get(["none"]) and not manager.overview().totals.leases)

@@ -609,39 +609,55 @@ def test_descriptors_that_others_have_taken_are_made_up_for(
 
 
 class Scarce(MemfdBackend):
-    """Has descriptors for a few slabs only."""
+    """Has descriptors for a few slabs only. `refusing` is called before it refuses one."""
 
     def __init__(self, slabs: int) -> None:
         self.slabs = slabs
         self.living: list[Any] = []
-        self.refused = 0
+        self.refusing: Callable[[], object] = lambda: None
 
     def reserve(self, nbytes: int) -> Any:
         self.living = [each for each in self.living if each() is not None]
         if len(self.living) >= self.slabs:
-            self.refused += 1
+            self.refusing()
             raise NoMemoryError("no descriptor", errno=errno.ENFILE)
         slab = super().reserve(nbytes)
         self.living.append(weakref.ref(slab))
         return slab
 
 
-def test_a_descriptor_that_is_about_to_be_free_is_waited_for(folder: Path) -> None:
+@pytest.mark.parametrize("freed", ["before the refusal is known", "after it"])
+def test_a_descriptor_that_is_about_to_be_free_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, freed: str
+) -> None:
     """Slabs are freed on a thread, which may be behind."""
-    backend = Scarce(slabs=1)
+    backend, refusing, again = Scarce(slabs=1), threading.Event(), threading.Event()
     with (
-        serving(folder, backend=backend, settings=Settings(2 * PAGE)) as server,
+        serving(folder, backend=backend, settings=Settings(3 * MIB // 2)) as server,
         connect(folder / "m.sock", keep_connected=False) as client,
     ):
-        managers.build(client, "old", managers.pattern(1, PAGE))
-        closer, counters = server._closer, server._core.state.counters
-        # Two are the freeing of "old", the third is the second attempt.
-        closer.afterwards(
-            lambda: managers.until(lambda: closer._work.qsize() > 2 or counters["refusals"] > 0)
-        )
-        managers.build(client, "new", managers.pattern(2, PAGE))
-        assert backend.refused
-        assert counters["refusals"] == 0
+        managers.build(client, "old", managers.pattern(1, MIB))
+        closer, later = server._closer, server._slabs._allocate_later
+
+        def allocate_later(asked: AllocateSlab) -> None:
+            later(asked)
+            again.set()
+
+        def refuse() -> None:
+            refusing.set()
+            if freed != "after it":
+                managers.until(lambda: not closer.freeing)
+
+        def hold_the_freer() -> None:
+            (again if freed == "after it" else refusing).wait(30)
+
+        backend.refusing = refuse
+        monkeypatch.setattr(server._slabs, "_allocate_later", allocate_later)
+        closer.afterwards(hold_the_freer)
+        managers.build(client, "new", managers.pattern(2, MIB))
+        assert refusing.is_set()
+        assert again.is_set()
+        assert server._core.state.counters["refusals"] == 0
 
 
 # What the manager remembers.

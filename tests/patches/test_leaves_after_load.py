@@ -97,15 +97,11 @@ def test_transformers_keeps_what_changed_of_tensors_of_8_mib(llama: Path, tmp_pa
 
 def test_tensors_of_8_mib_have_slabs_together_where_descriptors_are_few(llama: Path) -> None:
     """As in a model of tens of thousands of experts: each slab is a descriptor."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     slabs = []
-    for limit in (before[0], 4 * len(process_state.descriptors())):  # a quarter is in use
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
-        try:
-            with enable():
-                model = _load(llama)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for limit in (now, 4 * len(process_state.descriptors())):  # a quarter is in use
+        with process_state.descriptor_limit(limit), enable():
+            model = _load(llama)
         assert all(is_mapped(each) for each in model.parameters())
         slabs.append(process_state.open_slabs().total())
         del model

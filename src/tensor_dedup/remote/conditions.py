@@ -121,7 +121,8 @@ def restore_marker(bucket: Bucket) -> str | None:
     sufficient if there are no references.
 
     Raises:
-        NotARemoteError: The bucket is empty, or the other objects do not show that it is a remote.
+        NotARemoteError: The bucket is empty, its marker is that of a store or of something else,
+            or the other objects do not show that it is a remote.
         NewerFormatError: The bucket holds a remote of a later version.
     """
     # Whatever it was overwritten with.

@@ -383,24 +383,31 @@ def test_a_state_with_the_same_place_is_replaced_by_the_next_save(tmp_path: Path
     assert manifests(tmp_path, "fast")[3] == manifests(tmp_path, "second")[3]
 
 
-def test_a_save_that_overtakes_the_attempt_at_another_state_is_drained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["saved", "deleted"])
+def test_the_failure_of_a_state_that_is_gone_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """The attempt fails after the step was saved again, so it says nothing about what is there."""
+    """The attempt fails after the step was saved again or deleted."""
     diverge(tmp_path)
-    failing, saved = threading.Event(), threading.Event()
+    failing, gone = threading.Event(), threading.Event()
 
     def late(message: str, *args: object) -> None:
         failing.set()
-        assert saved.wait(30)
+        assert gone.wait(60)
 
     monkeypatch.setattr(drain._log, "error", late)
     with tiers(tmp_path) as run:
-        assert failing.wait(30)
-        save(run, 3)
-        saved.set()
-        run.drain()
-    assert manifests(tmp_path, "fast")[3] == manifests(tmp_path, "second")[3]
+        assert failing.wait(60)
+        if what == "saved":
+            save(run, 3)
+        else:
+            run.delete(3)
+        gone.set()  # and no drain(), which tries anew whatever has failed
+    assert run._drain
+    assert run._drain.error is None
+    fast, second = manifests(tmp_path, "fast"), manifests(tmp_path, "second")
+    assert (3 in fast, 3 in second) == (what == "saved", what == "saved")
+    assert fast.get(3) == second.get(3)
 
 
 def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> None:

@@ -590,7 +590,7 @@ class Drain:
             self._error, self._pauses = None, 0
             if self._queue.get(step) is mark:
                 del self._queue[step]
-                if broken is not None:  # otherwise it is the failure of a state since replaced
+                if broken is not None:  # otherwise its state was replaced or deleted
                     self._broken[step] = broken
             self._changed.notify_all()
         return True
