@@ -58,7 +58,7 @@ class DescriptorCloser:
 
     @property
     def freed(self) -> int:
-        """The number of calls of `drop` so far whose memory has been freed."""
+        """The number of calls of `drop` so far whose objects have been freed, slabs or not."""
         return self._counts["freed"]
 
     def _count(self, what: str, by: int) -> None:

@@ -360,8 +360,8 @@ class Server:
     def _spare_descriptors(self, freed: int, count: int = 1) -> bool:
         """Return whether there may be a descriptor soon for what could not get one.
 
-        `freed` is the value of `closer.freed` just before it asked. If no slab has been freed since
-        and none is being freed, up to `count` unused slabs are evicted.
+        `freed` is the value of `closer.freed` just before it asked. If nothing has been freed since
+        and nothing is being freed, up to `count` unused slabs are evicted.
         """
         # In this order: what is freed between the two questions is seen by the second one.
         if self._closer.freeing or self._closer.freed != freed:

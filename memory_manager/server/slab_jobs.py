@@ -49,7 +49,7 @@ class Outcome:
 
     `failure` is None, or an error code and a text. `short_of_descriptors` is True if the job failed
     because no descriptor was left; the job can then be tried again. `freed_before` is the value of
-    `DescriptorCloser.freed` just before the job asked for memory.
+    `DescriptorCloser.freed` just before an allocation asked for memory.
     """
 
     kind: Literal["allocated", "hashed"]
@@ -76,9 +76,8 @@ class _Job:
 class SlabJobs:
     """The jobs of one manager, and the threads that run them.
 
-    Call the methods in the event loop's thread; only `allocate` and `ring` are safe from any
-    thread. The parameter `client` is the number of a process. All connections of a process share
-    its turns.
+    Call the methods in the event loop's thread; only `ring` is safe from any thread. The parameter
+    `client` is the number of a process. All connections of a process share its turns.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:

@@ -3,6 +3,7 @@
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.core.effects import (
@@ -43,7 +44,8 @@ class Slabs:
         self._jobs = SlabJobs(backend, closer)
         self._memories: dict[int, Memory] = {}
         self._inherited: dict[int, int] = {}  # descriptors
-        self._asked: dict[int, AllocateSlab] = {}  # while memory is made
+        self._asked: dict[int, AllocateSlab] = {}  # while memory is made, unless cancelled
+        self._refused: SimpleQueue[Outcome] = SimpleQueue()  # whose next attempt is due
 
     @property
     def wake_up(self) -> socket.socket:
@@ -83,6 +85,7 @@ class Slabs:
                 fd = arrived.pop() if inherited is None else inherited
                 self._jobs.reclaim(slab, process, fd, nbytes, pieces)
             case CancelJob(slab):
+                self._asked.pop(slab, None)  # so that there is no other attempt
                 self._jobs.cancel(slab)
             case FreeSlab(slab) if slab in self._memories:
                 self._closer.drop([self._memories.pop(slab)])
@@ -94,17 +97,27 @@ class Slabs:
                 # And nowhere else: what is freed is freed by the closer.
                 self._memories[outcome.slab], outcome.memory = outcome.memory, None
             if outcome.kind == "allocated":
-                asked = self._asked.pop(outcome.slab)
-                if outcome.short_of_descriptors and self._spare_descriptors(outcome.freed_before):
-                    self._allocate_later(asked)
+                short = outcome.short_of_descriptors and outcome.slab in self._asked
+                if short and self._spare_descriptors(outcome.freed_before):
+                    self._allocate_later(outcome)
                     continue
+                self._asked.pop(outcome.slab, None)
             yield outcome
+        while not self._refused.empty():
+            refused = self._refused.get()
+            if (asked := self._asked.get(refused.slab)) is not None:
+                self._jobs.allocate(asked.slab, asked.process, asked.nbytes)
+            else:
+                yield refused
 
-    def _allocate_later(self, asked: AllocateSlab) -> None:
-        self._asked[asked.slab] = asked
-        self._closer.afterwards(
-            lambda: self._jobs.allocate(asked.slab, asked.process, asked.nbytes)
-        )
+    def _allocate_later(self, refused: Outcome) -> None:
+        """Try again when what is being freed is free, unless that is cancelled meanwhile."""
+
+        def wake() -> None:
+            self._refused.put(refused)
+            self.ring()
+
+        self._closer.afterwards(wake)
 
     def close(self, state: ManagerState) -> None:
         """End the threads and free all memory.

@@ -79,7 +79,11 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
 
 
 def view(address: int, nbytes: int) -> memoryview:
-    """Return a view of the `nbytes` bytes at `address`. It does not keep the memory alive."""
+    """Return a view of the `nbytes` bytes (at least 1) at `address`.
+
+    The view does not keep the memory alive, and writing through it to memory that is mapped
+    read-only ends the process.
+    """
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 

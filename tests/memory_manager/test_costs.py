@@ -33,7 +33,7 @@ from tensor_dedup.memory_manager.core.effects import (
     ReclaimSlab,
     SealAndHash,
 )
-from tensor_dedup.memory_manager.errors import NoMemoryError, RefusedError
+from tensor_dedup.memory_manager.errors import ManagerGoneError, NoMemoryError, RefusedError
 from tensor_dedup.memory_manager.protocol import codec, wire
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 from tensor_dedup.memory_manager.protocol.messages import (
@@ -639,14 +639,15 @@ def test_a_descriptor_that_is_about_to_be_free_is_waited_for(
         managers.build(client, "old", managers.pattern(1, MIB))
         closer, later = server._closer, server._slabs._allocate_later
 
-        def allocate_later(asked: AllocateSlab) -> None:
-            later(asked)
+        def allocate_later(refused: Outcome) -> None:
+            later(refused)
             again.set()
 
         def refuse() -> None:
             refusing.set()
             if freed != "after it":
-                managers.until(lambda: not closer.freeing)
+                # Memory may be asked for a moment before the old slab is dropped.
+                managers.until(lambda: backend.living[0]() is None and not closer.freeing)
 
         def hold_the_freer() -> None:
             (again if freed == "after it" else refusing).wait(30)
@@ -658,6 +659,83 @@ def test_a_descriptor_that_is_about_to_be_free_is_waited_for(
         assert refusing.is_set()
         assert again.is_set()
         assert server._core.state.counters["refusals"] == 0
+
+
+def test_a_client_comes_in_by_a_descriptor_that_was_freed_meanwhile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        serving(folder) as server,
+        connect(folder / "m.sock", keep_connected=False) as client,
+    ):
+        managers.build(client, "unused", managers.pattern(1, MIB))
+        accept, refused = server._acceptor.accept, threading.Event()
+
+        def refuse_once() -> object:
+            if refused.is_set():
+                return accept()
+            refused.set()
+            before = server._closer.freed
+            server._closer.drop([object()])
+            managers.until(lambda: server._closer.freed > before)
+            raise OSError(errno.EMFILE, "no descriptor")
+
+        monkeypatch.setattr(server._acceptor, "accept", refuse_once)
+        with connect(folder / "m.sock", keep_connected=False) as other:
+            assert refused.is_set()
+            assert server._core.state.ledger.evicted_bytes == 0
+            assert other.get(["unused"])[0] is not None
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nothing_is_allocated_later_for_a_client_that_has_gone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """It goes before its refusal is handled, or while another attempt waits for the freer."""
+    backend, refusing, gone = Scarce(slabs=1), threading.Event(), threading.Event()
+    committed: list[int] = []
+    with (
+        serving(folder, backend=backend) as server,
+        connect(folder / "m.sock", keep_connected=False) as client,
+    ):
+        managers.build(client, "unused", managers.pattern(1, MIB))
+        ledger = server._core.state.ledger
+        other = connect(folder / "m.sock", keep_connected=False)
+
+        def refuse() -> None:
+            refusing.set()
+            if not waits:
+                assert gone.wait(60)
+
+        def hold_the_freer() -> None:
+            gone.wait(60)
+
+        backend.refusing = refuse
+        monkeypatch.setattr(backend, "commit", lambda *_: committed.append(1))
+        if waits:
+            server._closer.afterwards(hold_the_freer)
+        put = other.reserve(["new"], "base").put
+        assert put is not None
+        data = managers.pattern(2, MIB)
+
+        def ask() -> None:
+            with contextlib.suppress(ManagerGoneError):
+                put.allocate([MIB], [digest(data)])
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        assert refusing.wait(60)
+        if waits:
+            managers.until(lambda: ledger.evicted_bytes > 0)
+        link = other._connection._socket
+        assert link is not None
+        link.shutdown(socket.SHUT_RDWR)
+        managers.until(lambda: len(server._clients._clients) == 1)
+        gone.set()
+        asking.join()
+        managers.until(lambda: not server._slabs._asked and not server._slabs._jobs._jobs)
+        assert committed == []
+        assert (ledger.evicted_bytes > 0) == waits
 
 
 # What the manager remembers.

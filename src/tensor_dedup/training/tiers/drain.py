@@ -588,9 +588,10 @@ class Drain:
             self._sweep(_SWEEP_WAIT_S)
         with self._changed:
             self._error, self._pauses = None, 0
+            # If not, it was saved again, pinned or deleted during the attempt.
             if self._queue.get(step) is mark:
                 del self._queue[step]
-                if broken is not None:  # otherwise its state was replaced or deleted
+                if broken is not None:
                     self._broken[step] = broken
             self._changed.notify_all()
         return True
