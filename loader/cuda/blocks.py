@@ -8,8 +8,9 @@ position in other tensors.
 
 A *record* describes a tensor in blocks to other processes. It contains the tensor's leaf digests,
 one for each 2 MiB. From these, a process that gets the record computes the digests of the blocks
-and of the whole tensor. So it notices blocks of another tensor. The digests themselves are trusted,
-because the memory manager does not read GPU memory.
+and of the whole tensor. If the record lists blocks of another tensor, the digests differ, and the
+process refuses them. But no process can check that a block's bytes have the digest that their
+writer announced, because the memory manager does not read GPU memory.
 """
 
 from __future__ import annotations

@@ -60,10 +60,10 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 
 
 def needs_base(storage: VirtualStorage, version: int) -> bool:
-    """Return whether the bytes after `version` writes depend on the storage's initial content.
+    """Return whether a storage's content after `version` writes depends on its initial content.
 
-    The result is False if the writes replace every byte before one of them reads old bytes. An
-    example of a write that reads old bytes is `add_`.
+    Writes like `copy_` only replace bytes, writes like `add_` also read them. The result is False
+    if writes of the first kind replace every byte before the first write of the second kind.
     """
     if version == 0:
         return storage.nbytes > 0

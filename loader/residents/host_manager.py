@@ -307,9 +307,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             return None
 
     def end_known(self) -> None:
-        """Release the room that `admit` reserved and `put_built` has not used.
+        """Give back the room that `admit` reserved and `put_built` has not used.
 
-        The residents from `having` are released, too. Does nothing if there is nothing to release.
+        The residents that the method `having` returned are no longer held, either. Does nothing if
+        there is nothing to give back.
         """
         admitted, self._admitted = self._admitted, None
         self._having = []

@@ -72,10 +72,11 @@ _T = TypeVar("_T")
 
 
 class Content(NamedTuple):
-    """Bytes `start` to `end` of a tensor, with their `digest`.
+    """Bytes `start` to `end` of a tensor in memory, with their `digest`.
 
-    Mostly they are the bytes of one tensor of a checkpoint. `leaves` has the digests of these bytes
-    in pieces of 2 MiB, the first of which begins at `start`. It is empty if they are not known.
+    Usually they are the bytes of one tensor of a checkpoint. `leaves` has the digests of these
+    bytes in pieces of 2 MiB, the first of which begins at `start`. It is empty if they are not
+    known.
     """
 
     start: int

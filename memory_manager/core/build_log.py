@@ -47,7 +47,10 @@ def look(state: ManagerState, now: float) -> None:
 
 
 def say_all(state: ManagerState, connection: ClientState) -> None:
-    """Log all sums of a client. Call it when the connection or the manager ends."""
+    """Log at once what a client has built since the last log line about it.
+
+    Call it when the connection or the manager ends.
+    """
     for name, tally in connection.tallies.items():
         _say(state, connection, name, tally)
     connection.tallies.clear()

@@ -111,7 +111,7 @@ class StoredWeightsFile:
 
 
 class StoredWeightsSlice:
-    """A tensor in a stored file that is read when it is indexed, like a slice of safetensors."""
+    """A tensor of a stored file, like a slice of safetensors: `tensor[...]` reads its data."""
 
     def __init__(self, file: StoredWeightsFile, name: str, spec: Any) -> None:
         self._file, self._name, self._spec = file, name, spec

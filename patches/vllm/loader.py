@@ -90,7 +90,7 @@ class ReadingLoader(DefaultModelLoader):
         super().__init__(load_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Load the weights of `model` as vLLM's loader for the inner format does."""
+        """Load the weights of `model` with vLLM's loader for the inner load format."""
         if self._inner is None:
             super().load_weights(model, model_config)
         else:

@@ -135,8 +135,9 @@ class PackedGemm(KeyedLayer):
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
         """Let vLLM pack the weight, or use an equal weight that was packed under another key.
 
-        The result is registered under `key` if other layers can use it. With `verify_bytes`, the
-        weight is always packed, because packed bytes cannot be compared.
+        The result is registered under `key` if other layers can use it. With `verify_bytes`, vLLM
+        always packs the weight itself, because an equal weight would have to be compared byte by
+        byte, and packed bytes cannot be compared.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight

@@ -158,9 +158,9 @@ def _bias(layer: nn.Module) -> str | None:
 class KeyedLayer(ABC):
     """A layer that may use the processed form of another layer with the same layer key.
 
-    `deferred` maps names to the layer's parameters without memory. `share_by_key` calls the other
-    methods, in which a subclass defines how a processed form is found, reused and built. In these
-    methods:
+    `deferred` maps names to the layer's parameters without memory. A subclass defines how a
+    processed form is found, reused and built; `share_by_key` calls its methods. The arguments of
+    these methods have the same meaning everywhere:
 
     * `record` describes the other layer.
     * `made` maps names to tensors of this layer that were computed already.

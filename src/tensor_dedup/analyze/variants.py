@@ -50,11 +50,12 @@ class Variant:
 
 
 def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
-    """Return the rows of the table for `count` variants of a model. No I/O.
+    """Estimate the size of `count` variants of a model, for several ways to hold them. No I/O.
 
-    The first checkpoint is the base. The others are examples of variants, and their average size is
-    the size of each of the `count` variants. If there is only a base, its own size is used, and the
-    row about sharing is left out.
+    Returns one row for each way, for example unquantised, quantised, or shared. The first
+    checkpoint is the base. The others are examples of variants, and their average size is the size
+    of each of the `count` variants. If there is only a base, its own size is used, and the row
+    about sharing is left out.
 
     Quantised sizes are lower bounds, because all matrices count as quantised, embeddings included.
     Weights that are packed already keep their size.

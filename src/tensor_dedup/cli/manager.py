@@ -453,10 +453,10 @@ def unpin(name: str, socket: str | None, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
-    """Drop what is neither in use nor pinned of the checkpoint or digest X from memory.
+    """Drop the checkpoint or digest X from memory, except what is in use or pinned.
 
-    X is its name in `status`. Memory is freed in whole slabs, so tensors in the same slab are
-    dropped too. The exit status is 1 if nothing could be dropped.
+    X is its name in `status`. Memory is freed in whole slabs, so other tensors that lie in a freed
+    slab are dropped too. The exit status is 1 if nothing could be dropped.
     """
     with Admin(socket) as admin:
         name = name_of(admin, name)

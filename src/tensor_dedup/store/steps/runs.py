@@ -123,7 +123,7 @@ def parse_step_name(name: str) -> StepName | None:
 
 
 def is_pin_among(name: str, names: Collection[str]) -> bool:
-    """Return whether `name` is the pin of a step, and the step's own name is in `names`."""
+    """Return whether `name` is a name that pins a step whose own name is in `names`."""
     found = parse_step_name(name)
     return found is not None and found.kept and step_name(found.run, found.step) in names
 

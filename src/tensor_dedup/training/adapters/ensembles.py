@@ -51,7 +51,7 @@ class AppendOnlyMemory:
         self._next = {}
 
     def end(self) -> None:
-        """End the processing of a model, and forget the values kept for the previous model."""
+        """End the processing of the current model, and forget the values of the one before it."""
         self._last, self._next = self._next, {}
 
     def known(self, key: object) -> Any:

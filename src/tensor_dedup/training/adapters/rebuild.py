@@ -549,7 +549,9 @@ class StructureAdapter:
         return {chunk.name: chunk.value() for chunk in ordered}
 
     def chunks(self, model: Any) -> Iterator[StateChunk]:
-        """Yield the pieces of a model as chunks, with the hints of their providers.
+        """Yield the pieces of a model as chunks.
+
+        A chunk has the fields (`group`, `frozen`) that the `StateProvider` of its object has set.
 
         Raises:
             StateError: A part of the model cannot be stored; the error names its path.

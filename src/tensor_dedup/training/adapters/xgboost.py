@@ -1,14 +1,15 @@
 """The adapter for XGBoost: a booster is stored as one piece for each tree, and a remainder.
 
 The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so the
-parts in order are the same bytes. Trees stay unchanged while more trees are added. The two lists
-that grow with every round become pieces of 1 KiB, of which only the last one changes. The
-remainder, about 2 KB, hardly grows and is stored as a plain value.
+parts in order are the same bytes. Trees stay unchanged while more trees are added. A model also has
+two lists that grow with every round. They become pieces of 1 KiB, of which only the last one
+changes. The remainder, about 2 KB, hardly grows and is stored as a plain value.
 
 In append-only mode, XGBoost writes only a slice of the booster, from the last known round on. A
 slice is itself a model: its trees are numbered from 0, and its two lists and its count of trees
-cover only the rounds of the slice. It may also lack attributes. To get the bytes of the whole
-model, these parts of the slice are replaced, and the earlier trees are added.
+cover only the rounds of the slice. It may also lack attributes. The bytes of the whole model are
+made from it: the numbers, the lists, the count and the attributes are replaced by those of the
+whole model, and the earlier trees are added.
 """
 
 import struct
