@@ -76,6 +76,28 @@ def test_a_checkpoint_goes_in_and_out(shell: Shell) -> None:
     assert content(shell.root / "out") == content(shell.root / "m")
 
 
+def test_files_that_are_left_out_are_named_with_the_reason(shell: Shell) -> None:
+    folder = shell.root / "m"
+    write(folder, {"optimizer.pt": b"state", "sub/model.bin": b"no weights", "tf_model.h5": b"."})
+    state = "left out, state of a training: optimizer.pt; keep the folder to resume\n"
+    for verb in ("import", "import", "analyze"):  # the second one finds it unchanged
+        said = shell.run(verb, folder).stdout
+        assert "left out: sub/model.bin, tf_model.h5\n" in said
+        assert state in said
+    expected = [
+        {"path": "optimizer.pt", "reason": "state of a training"},
+        {"path": "sub/model.bin", "reason": "not weights"},
+        {"path": "tf_model.h5", "reason": "another form or copy of the weights"},
+    ]
+    imported = shell.document("import", folder, "--name", "again")
+    assert imported["left_out"] == expected
+    assert imported["skipped"] == [each["path"] for each in expected]
+    assert shell.document("analyze", folder)["checkpoints"][0]["left_out"] == expected
+    both = shell.run("analyze", folder, "store://m").stdout
+    assert f"m: {state}" in both
+    assert both.count("left out") == 2
+
+
 def test_people_get_text(shell: Shell) -> None:
     cases: list[tuple[str, list[str | Path], str]] = [
         ("import", [shell.root / "m"], "new 90."),

@@ -15,7 +15,9 @@ from tensor_dedup.formats.errors import (
     CheckpointFault,
     FormatFault,
     JsonFault,
+    PytorchFault,
 )
+from tensor_dedup.formats.left_out import LeftOutReason, described
 from tensor_dedup.formats.links import LinkBoundary
 
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -132,6 +134,70 @@ def test_sub_folders_of_a_folder_belong_to_it(tmp_path: Path) -> None:
     write(tmp_path / "original" / "model.safetensors", "w")
     assert names(open_checkpoint(tmp_path)) == ["w", "2_Dense/w"]
     assert names(open_checkpoint(tmp_path / "original")) == ["w"]
+
+
+def test_a_file_that_is_no_weights_is_left_out_beside_weights(tmp_path: Path) -> None:
+    first, second = "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"
+    third = "model-00002-of-00002.safetensors"
+    for letter, shard in zip("abc", (first, second, third), strict=True):
+        write(tmp_path / shard, letter)
+    write_index(tmp_path / INDEX, {"a": first, "b": second, "c": third})
+    write(tmp_path / "original" / "model.safetensors", "z")
+    (tmp_path / "metal").mkdir()
+    (tmp_path / "metal" / "model.bin").write_bytes(b"\x93\x0e\x01\x00shaders")
+    opened = open_checkpoint(tmp_path)
+    assert names(opened) == ["a", "b", "c"]
+    assert [(each.path, each.reason) for each in opened.left_out()] == [
+        ("metal/model.bin", LeftOutReason.NOT_WEIGHTS),
+        ("original/model.safetensors", LeftOutReason.OTHER_COPY),
+    ]
+    assert described(opened.left_out()) == ["left out: metal/model.bin, original/model.safetensors"]
+    with refused(PytorchFault.NOT_PYTORCH, match=r"metal/model\.bin: it begins with"):
+        open_checkpoint(tmp_path / "metal")  # where it is alone
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("sub/pytorch_model-00001-of-00001.bin", b"damaged"),
+        ("sub/pytorch_model.bin", b""),
+        ("sub/pytorch_model.bin", bytes(100)),
+    ],
+    ids=["a shard", "empty", "zeros"],
+)
+def test_damaged_weights_beside_others_are_not_left_out(
+    tmp_path: Path, name: str, data: bytes
+) -> None:
+    write(tmp_path / "model.safetensors", "a")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / name).write_bytes(data)
+    with refused(PytorchFault.NOT_PYTORCH, match=name):
+        open_checkpoint(tmp_path)
+
+
+def test_a_damaged_component_of_a_pipeline_is_not_left_out(tmp_path: Path) -> None:
+    root = pipeline(tmp_path, unet="model.safetensors", vae="diffusion_pytorch_model.bin")
+    (root / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"<damaged>")
+    with refused(PytorchFault.NOT_PYTORCH, match=r"vae/diffusion_pytorch_model\.bin"):
+        open_checkpoint(root)
+
+
+def test_what_lies_outside_is_not_looked_at_for_files_that_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "model.fp16.safetensors", "z")
+    root = pipeline(tmp_path / "m", unet="model.safetensors")
+    write(root / "whole.safetensors", "unet.w")
+    write(root / ".cache" / "other.safetensors", "z")
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    assert [each.path for each in open_checkpoint(root).left_out()] == ["whole.safetensors"]
+
+
+def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", "a")
+    for rank in range(64):
+        (tmp_path / f"rng_state_{rank}.pth").write_bytes(b"")
+    [line] = described(open_checkpoint(tmp_path).left_out())
+    assert line.startswith("left out, state of a training: rng_state_0.pth, rng_state_1.pth, ")
+    assert line.endswith(" and 56 more; keep the folder to resume")
 
 
 def test_one_of_several_variants_is_taken(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tensor_dedup.formats.weight_choice import WeightFiles, choose, is_index
+from tensor_dedup.formats.left_out import LeftOutReason
+from tensor_dedup.formats.weight_choice import WeightFiles, choose, is_index, why_left_out
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"
@@ -94,3 +95,44 @@ def test_indexes_of_other_formats_are_none() -> None:
     assert is_index("pytorch_model.bin.index.json")
     assert not is_index("tf_model.h5.index.json")
     assert not is_index("model_index.json")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        # Trainer's, accelerate's, FSDP's and DeepSpeed's.
+        "optimizer.pt",
+        "optimizer.bin",
+        "optimizer_1.bin",
+        "scheduler.bin",
+        "scaler.pt",
+        "rng_state_0.pth",
+        "training_args.bin",
+        "sampler.bin",
+        "checkpoint-500/optimizer.pt",
+        "global_step500/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step500/mp_rank_00_model_states.pt",
+        "mp_rank_00_model_states.pt",
+    ],
+)
+def test_state_of_a_training_is_called_so(path: str) -> None:
+    assert why_left_out(path) is LeftOutReason.TRAINING_STATE
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("original/model.safetensors", LeftOutReason.OTHER_COPY),
+        ("pytorch_model_fsdp.bin", LeftOutReason.OTHER_COPY),
+        ("optimizers.bin", LeftOutReason.OTHER_COPY),
+        ("tf_model.h5", LeftOutReason.OTHER_COPY),
+        ("config.json", None),
+        ("tokenizer.model", None),
+        ("trainer_state.json", None),
+        ("random_states_0.pkl", None),
+    ],
+)
+def test_other_files_are_copies_of_weights_or_belong_to_the_checkpoint(
+    path: str, reason: LeftOutReason | None
+) -> None:
+    assert why_left_out(path) is reason

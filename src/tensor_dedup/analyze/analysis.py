@@ -121,6 +121,7 @@ class Analysis:
                     "adds_bytes": added.adds_bytes,
                     "leaf_shared_bytes": added.leaf_shared_bytes,
                     "changes": list(why.changes),
+                    "left_out": [each.to_dict() for each in checkpoint.left_out],
                     "layers": [
                         {
                             "name": layer.name,
@@ -299,7 +300,7 @@ def _measure(
         if len(leaves) < len(places):
             leaves = ()
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
-    return Measured(path, tensors, small, _markers(checkpoint))
+    return Measured(path, tensors, small, _markers(checkpoint), checkpoint.left_out())
 
 
 def _markers(checkpoint: Checkpoint) -> list[Marker]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.markers import Marker
 from tensor_dedup.types import Fingerprint
 
@@ -39,12 +40,14 @@ class Measured:
 
     `tensors` are the tensors of at least the minimum size, and `small` has the names of all smaller
     ones. `markers` are the checkpoint's claims that tensors come from another checkpoint.
+    `left_out` has the files of its folder that are not part of it.
     """
 
     path: str
     tensors: Sequence[AnalyzedTensor]
     small: Sequence[str] = ()
     markers: Sequence[Marker] = ()
+    left_out: Sequence[LeftOut] = ()
 
     @property
     def nbytes(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.analysis import compare
@@ -21,6 +22,7 @@ from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.cli.tables import counted
 from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.digest import ALGORITHMS
+from tensor_dedup.formats.left_out import described
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.text_table import human
@@ -147,6 +149,10 @@ def show_analysis(
     if details:
         show_tables(analysis, labels, console, top)
         _say_reading(analysis, console)
+    for checkpoint, label in zip(analysis.checkpoints, labels, strict=True):
+        start = f"{printable(label)}: " if len(labels) > 1 else ""
+        for line in described(checkpoint.left_out):
+            console.print(Text(start + printable(line)), soft_wrap=True)
     for marker in analysis.markers:
         console.print(_marked(marker))
     if left_out:

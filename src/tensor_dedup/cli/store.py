@@ -32,6 +32,7 @@ from tensor_dedup.errors import (
 )
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import cache_path, locate
+from tensor_dedup.formats.left_out import described
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import (
     GcPlan,
@@ -263,7 +264,8 @@ def import_(
 
 def _import_lines(result: ImportResult) -> list[str]:
     if result.unchanged:
-        return [f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"]
+        unchanged = f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"
+        return [unchanged, *described(result.left_out)]
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
     ]
@@ -284,9 +286,7 @@ def _import_lines(result: ImportResult) -> list[str]:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")
         lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
-    if result.skipped:
-        lines.append(f"left out, weights in another form or copy: {', '.join(result.skipped)}")
-    return lines
+    return lines + described(result.left_out)
 
 
 def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:

@@ -14,7 +14,9 @@ same weights, `tensor_dedup.formats.weight_choice` chooses one.
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
 pipeline (a folder with a `model_index.json`) only the components that this file names are read, not
 single-file versions of the whole pipeline. A sub-folder `original` beside weights holds the same
-weights in the publisher's own layout, and is left out. Hidden folders are left out, too.
+weights in the publisher's own layout, and is left out. Hidden folders are left out, too. So is a
+file called `.bin`, `.pt`, `.pth` or `.ckpt` that torch.save has not written, where there are other
+weights: anything may be called so. `Checkpoint.left_out` names what is left out.
 
 An index may name shards in sub-folders. Their tensors keep the names in the index, and no other
 file of those folders is read. Each file is read once, however many indexes name it.
@@ -27,10 +29,17 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
-from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError, shorten
+from tensor_dedup.formats.errors import (
+    CheckpointFault,
+    CheckpointFilesError,
+    PytorchError,
+    PytorchFault,
+    shorten,
+)
 from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.hub_cache import cache_path, may_name
 from tensor_dedup.formats.json import decode_object
+from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
@@ -42,7 +51,9 @@ from tensor_dedup.formats.weight_choice import (
     called_weights,
     choose,
     is_index,
+    is_shard,
     perhaps_weights,
+    why_left_out,
 )
 from tensor_dedup.formats.weights import (
     GGUF_SUFFIX,
@@ -76,12 +87,14 @@ class Checkpoint:
     """A checkpoint: the checked headers of all its files, ordered by folder and then by name.
 
     `links` says where symbolic links in the checkpoint may lead. Code that opens one of the files
-    again must check the file against `links` again.
+    again must check the file against `links` again. `not_weights` has the relative paths of files
+    that are called as weights are, and are none.
     """
 
     path: Path
     files: tuple[CheckpointFile, ...]
     links: LinkBoundary
+    not_weights: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +112,32 @@ class Checkpoint:
             for spec in file.header.tensors:
                 yield file.prefix + spec.name, file, spec
 
+    def why_left_out(self, path: str) -> LeftOutReason | None:
+        """Return why a file of the folder that is none of `files` is left out.
+
+        `path` is relative to the folder. The result is None for a file that belongs to the
+        checkpoint without being weights, such as `config.json`.
+        """
+        return LeftOutReason.NOT_WEIGHTS if path in self.not_weights else why_left_out(path)
+
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """List the folder, and return the files in it that are left out, ordered by path.
+
+        Hidden files and folders, and folders outside `links`, are not looked at. If the checkpoint
+        is a single file or an index, the result is empty.
+        """
+        if not self.path.is_dir():
+            return ()
+        chosen = {file.path for file in self.files}
+        found = [
+            LeftOut(prefix + entry, reason)
+            for prefix, folder in _folders(self.path, frozenset(), self.links, outside=False)
+            for entry in _names(folder)
+            if folder / entry not in chosen and not entry.startswith(".")
+            if (reason := self.why_left_out(prefix + entry)) is not None
+        ]
+        return tuple(sorted(found, key=lambda each: each.path))
+
 
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
     """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
@@ -115,12 +154,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
     alone = not root.is_dir() and not is_index(root.name)
     folder = root if root.is_dir() else root.parent
     links = ANYWHERE if follow_links or alone else LinkBoundary.around(folder)
-    files = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
-    _refuse_repeated(files)
-    return Checkpoint(root, tuple(files), links)
+    found = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
+    _refuse_repeated(found.files)
+    return Checkpoint(root, tuple(found.files), links, frozenset(found.not_weights))
 
 
-def _open_file(path: Path, links: LinkBoundary) -> list[CheckpointFile]:
+def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
     if not path.exists():
         cached = f", and no model of that name in {cache_path()}" if may_name(path) else ""
         raise NoSuchPathError(
@@ -139,20 +178,26 @@ def _open_file(path: Path, links: LinkBoundary) -> list[CheckpointFile]:
         found.add_index(path, "", _read_json(path, ANYWHERE))
     else:
         found.add(path, "", read_header(path))
-    return found.files
+    return found
 
 
-def _open_tree(root: Path, links: LinkBoundary) -> list[CheckpointFile]:
+def _open_tree(root: Path, links: LinkBoundary) -> "_OpenFiles":
     components = _components(root, links)
     found = _walk(root, components, links, bool(components))
-    return found or _walk(root, components, links, True) or _nothing(root, components, links)
+    if not found.files:
+        found = _walk(root, components, links, True)
+    if not found.files:
+        for error in found.not_weights.values():
+            raise error
+        _nothing(root, components, links)
+    return found
 
 
 def _walk(
     root: Path, components: frozenset[str], links: LinkBoundary, any_name: bool
-) -> list[CheckpointFile]:
+) -> "_OpenFiles":
     """Return the files of a tree; with `any_name`, also those not called as weights are."""
-    found = _OpenFiles(links)
+    found = _OpenFiles(links, whole=bool(components))
     for prefix, folder in _folders(root, components, links):
         top = prefix.partition("/")[0]
         if (top == _SECOND_COPY and found.files) or _identity(folder) in found.indexed:
@@ -162,19 +207,24 @@ def _walk(
         others = [prefix + name for name in names if name.endswith(_FOREIGN)]
         if components and others and len(found.files) == before:
             raise _unsupported(root, others)
-    return found.files
+    return found
 
 
 class _OpenFiles:
     """The files of a checkpoint while they are found; `indexed` are folders with indexed shards.
 
+    `not_weights` has the files that are left out because of their content, by relative path, and
+    what is wrong with them as weights. With `whole`, there are none: all files are needed.
+
     A file is known by its folder, as the file system identifies it, and its name there. What a link
     leads to does not identify it: in a hub cache equal files of two components are one blob.
     """
 
-    def __init__(self, links: LinkBoundary) -> None:
+    def __init__(self, links: LinkBoundary, *, whole: bool = True) -> None:
         self._links = links
+        self._whole = whole
         self.files: list[CheckpointFile] = []
+        self.not_weights: dict[str, PytorchError] = {}
         self.indexed: set[tuple[int, int]] = set()
         self._seen: set[tuple[tuple[int, int], str]] = set()
 
@@ -202,7 +252,14 @@ class _OpenFiles:
         if INDEX_NAME in names:  # which the headers of data files are made of
             self._links.check(folder / INDEX_NAME)
         for name in choice.files:
-            self.add(folder / name, prefix, _read_header(folder / name, self._links))
+            try:
+                header = _read_header(folder / name, self._links)
+            except PytorchError as error:
+                if self._whole or is_shard(name) or not _is_another_file(error):
+                    raise
+                self.not_weights[prefix + name] = error
+            else:
+                self.add(folder / name, prefix, header)
 
     def add_index(self, index: Path, prefix: str, content: Mapping[str, object]) -> None:
         """Add the shards that an index of this content names."""
@@ -230,6 +287,12 @@ def check_text(name: str, path: Path) -> None:
         shown = str(path).encode("utf-8", "backslashreplace").decode()
         what = "its name, or that of a folder it is in, is not UTF-8"
         raise CheckpointFilesError.at(CheckpointFault.NAME_ENCODING, shown, what) from error
+
+
+def _is_another_file(error: PytorchError) -> bool:
+    """Whether a file is no damaged one of torch.save: an empty one, or one of zeros, may be."""
+    begins = str(error.facts.get("begins", ""))
+    return error.kind is PytorchFault.NOT_PYTORCH and bool(begins.strip("0"))
 
 
 def _read_header(path: Path, links: LinkBoundary) -> Header:
@@ -262,11 +325,12 @@ def _names(folder: Path) -> list[str]:
 
 
 def _folders(
-    root: Path, components: frozenset[str], links: LinkBoundary
+    root: Path, components: frozenset[str], links: LinkBoundary, *, outside: bool = True
 ) -> Iterator[tuple[str, Path]]:
     """Yield the folder and all below it, of a pipeline only its components and all below them.
 
-    Links count, no folder twice: they may form circles.
+    Links count, no folder twice: they may form circles. A link that leads out of the checkpoint is
+    an error or, without `outside`, passed over.
     """
     seen = {_identity(root)} if components else set()
     waiting = [(f"{name}/", root / name) for name in sorted(components)] or [("", root)]
@@ -275,7 +339,12 @@ def _folders(
         if (identity := _identity(folder)) in seen:
             continue
         seen.add(identity)
-        links.check(folder)
+        try:
+            links.check(folder)
+        except CheckpointFilesError:
+            if outside:
+                raise
+            continue
         yield prefix, folder
         waiting += [
             (f"{prefix}{entry.name}/", entry)

@@ -15,7 +15,7 @@ Files with unrelated names all belong to the checkpoint.
 
 The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`). Among
 them, those with the names that libraries give to weights come first. Files that a training run
-writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
+writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out, as its state.
 
 The same holds for GGUF, except that a dot does not begin a variant. `model.Q4_K_M.gguf` and
 `model.Q8_0.gguf` are two models in one folder, and names do not say which of them is meant.
@@ -24,6 +24,9 @@ The same holds for GGUF, except that a dot does not begin a variant. `model.Q4_K
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from tensor_dedup.formats.left_out import LeftOutReason
 
 SAFETENSORS = "safetensors"
 PYTORCH = "bin|pt|pth|ckpt"
@@ -51,8 +54,26 @@ _GENERIC = frozenset(
         "weights",
     }
 )
-_NO_WEIGHTS = re.compile(
-    r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state)(?![A-Za-z]).*"
+# Of Trainer, accelerate and FSDP; then of DeepSpeed, whose models and optimizers lie in folders.
+_TRAINING_STATE = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state|trainer_state|random_states|sampler"
+    r"|dl_state_dict|custom_checkpoint)(?![A-Za-z]).*"
+)
+_DEEPSPEED_STATE = re.compile(r".+_(optim|model)_states\.pt")
+_TRAINING_FOLDER = re.compile(r"global_step\d+|optimizer_\d+")
+# A file called so holds weights, or what a training needs: as bytes of which nothing is known, it
+# would be stored in vain.
+_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
 )
 
 
@@ -141,7 +162,28 @@ def perhaps_weights(names: Iterable[str]) -> list[str]:
 
     Names that training runs give to other files, such as `optimizer.pt`, are left out.
     """
-    return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
+    return [name for name in names if not _TRAINING_STATE.fullmatch(name)]
+
+
+def why_left_out(path: str) -> LeftOutReason | None:
+    """Return why a file that was not chosen is not kept with the checkpoint, by its name alone.
+
+    `path` is relative to the checkpoint's folder. The result is None for a file that is not called
+    as weights are, such as `config.json`: it belongs to the checkpoint.
+    """
+    if not path.endswith(_SUFFIXES):
+        return None
+    *folders, name = PurePosixPath(path).parts
+    state = _TRAINING_STATE.fullmatch(name) or _DEEPSPEED_STATE.fullmatch(name)
+    if state or any(map(_TRAINING_FOLDER.fullmatch, folders)):
+        return LeftOutReason.TRAINING_STATE
+    return LeftOutReason.OTHER_COPY
+
+
+def is_shard(name: str) -> bool:
+    """Return whether `name` is numbered as one of several files, `model-00001-of-00002.bin`."""
+    found = (pattern.fullmatch(name) for pattern in _FILES.values())
+    return any(match is not None and match["shard"] is not None for match in found)
 
 
 def _match(name: str, suffix: str) -> re.Match[str] | None:

@@ -49,6 +49,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
             "errors",
             "files",
             "json",
+            "left_out",
             "weight_choice",
             "hub_cache",
             "links",

@@ -113,6 +113,7 @@ def _check_kind(file: ReadableFile) -> None:
         PytorchFault.NOT_PYTORCH,
         file.path,
         f"it begins with {head[:4]!r}, which no file of torch.save does",
+        begins=head[:4].hex(),
     )
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
+from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.markers import in_files
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store.containers import ContainerId
@@ -110,6 +111,7 @@ class ImportResult:
       there was no such checkpoint, or no tensor was encoded.
     - `external_bytes` is the size of the files that were indexed in place.
     - `unchanged` is True if the checkpoint had the same files before, so nothing was written.
+    - `left_out` has the files of the folder that were not imported, and why.
     """
 
     name: str
@@ -121,7 +123,7 @@ class ImportResult:
     known_bytes: int
     stored_bytes: int
     containers: tuple[str, ...]
-    skipped: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
     encoded_tensors: int = 0
     saved_bytes: int = 0
     external_bytes: int = 0
@@ -129,10 +131,18 @@ class ImportResult:
     base: str | None = None
     unchanged: bool = False
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """The paths of the files that were not imported."""
+        return tuple(each.path for each in self.left_out)
+
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as a dict for JSON."""
+        """Return all fields, and `skipped`, as a dict for JSON."""
         names = self.__dataclass_fields__
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {
+            "skipped": self.skipped,
+            "left_out": [each.to_dict() for each in self.left_out],
+        }
 
 
 class Import:
@@ -443,7 +453,7 @@ def import_source(
         external_bytes=work.external_bytes,
         stored_bytes=stored + transaction.object_bytes,
         containers=tuple(f"{c.name}.{c.kind}" for c in containers),
-        skipped=source.skipped,
+        left_out=source.left_out,
         encoded_tensors=work.encoded.tensors,
         saved_bytes=work.encoded.saved_bytes,
         leaf_shared_bytes=work.encoded.leaf_shared_bytes,
@@ -492,7 +502,7 @@ def _unchanged(
         known_bytes=source.nbytes,
         stored_bytes=0,
         containers=(),
-        skipped=source.skipped,
+        left_out=source.left_out,
         unchanged=True,
     )
 

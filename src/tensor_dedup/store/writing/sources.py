@@ -12,26 +12,12 @@ from tensor_dedup.formats.checkpoint import (
     open_checkpoint,
 )
 from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
+from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
-from tensor_dedup.formats.weight_choice import is_index
+from tensor_dedup.formats.weight_choice import is_index, why_left_out
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.store.format.names import name_of, shortened
-
-# Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
-# not read; they would be stored as blind bytes.
-_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".npz",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +70,10 @@ class ImportFile:
 
 @dataclass(frozen=True, slots=True)
 class ImportSource:
-    """All files of a checkpoint to import, weights first, and the names of the skipped files."""
+    """All files of a checkpoint to import, weights first, and the files that are left out."""
 
     files: tuple[ImportFile, ...]
-    skipped: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
 
     @property
     def nbytes(self) -> int:
@@ -118,15 +104,16 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
     weights = [_weights(file, checkpoint.path, links) for file in checkpoint.files]
     chosen = {file.stored_as for file in weights}
     others: list[ImportFile] = []
-    skipped: list[str] = []
+    left_out: list[LeftOut] = []
     for name, path in _walk(files, checkpoint.path, links):
         if name in chosen:
             continue
-        if name.endswith(_WEIGHTS):
-            skipped.append(name)
+        reason = checkpoint.why_left_out(name)
+        if reason is not None:
+            left_out.append(LeftOut(name, reason))
         else:
             others.append(_verbatim(files, path, name, links))
-    return ImportSource((*weights, *others), tuple(skipped))
+    return ImportSource((*weights, *others), tuple(sorted(left_out, key=lambda each: each.path)))
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
@@ -146,7 +133,7 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
     found = {}
     links = LinkBoundary.around(root)
     for name, path in sorted(_walk(files, root, links)):
-        if not name.endswith(_WEIGHTS):
+        if why_left_out(name) is None:
             handle = _verbatim(files, path, name, links).open_with(files)
             try:
                 data = bytearray(files.status_of(handle).size)
