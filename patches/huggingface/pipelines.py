@@ -46,6 +46,8 @@ _AUTO: Final = {
     "transformers.models.auto.image_processing_auto": ("AutoImageProcessor", "from_pretrained"),
 }
 _MODELS: Final = "_BaseAutoModelClass"
+# Loaders pass it on to each other even where their caller gave none.
+_DEFAULT_REVISION: Final = "main"
 
 
 class Enabled:
@@ -268,10 +270,15 @@ def _refused(call: Callable[[], Any]) -> Any:
 
 
 def _name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the name of what is loaded, for people: a path or an identifier, or else the class."""
+    """Return the name of what is loaded: a path, an identifier with its revision, or the class."""
     named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
-    first = next(iter(args), next(named, None))
-    return os.fspath(first) if isinstance(first, str | os.PathLike) else cls.__name__
+    first, revision = next(iter(args), next(named, None)), kwargs.get("revision")
+    if not isinstance(first, str | os.PathLike):
+        return cls.__name__
+    name = os.fspath(first)
+    if not isinstance(revision, str) or revision == _DEFAULT_REVISION or os.path.lexists(name):
+        return name
+    return f"{name}@{revision}"
 
 
 def _given(kwargs: Mapping[str, Any]) -> set[int]:

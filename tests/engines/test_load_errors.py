@@ -20,10 +20,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from files.hub_caches import snapshot
 from manager_runs import managers
 from models import kinds
 from models import tiny_checkpoints as checkpoints
 from processes import process_state
+from store_runs.stores import assert_clean, content
 from tensor_dedup import Store, report, verify
 from tensor_dedup.errors import (
     ChangedFileError,
@@ -355,6 +357,20 @@ def test_where_no_shared_memory_is_left_a_model_loads_privately(
     assert forms
     assert all(forms.values())
     assert report().models[-1].skipped == []
+
+
+def test_a_snapshot_of_shared_blobs_is_written_to_the_store(
+    pair: checkpoints.Pair, tmp_path: Path
+) -> None:
+    files = content(pair.base)
+    folder = snapshot(tmp_path / "hub", "org/name", files)
+    weights = (folder / checkpoints.WEIGHTS).resolve()
+    assert weights.parent.parent == tmp_path / "hub" / "blobs"
+    model = loads.load(folder, {"store": str(tmp_path / "store"), "store_writes": True})
+    last = report().models[-1]
+    assert (last.stored_as, last.skipped) == ("org/name", [])
+    assert_clean(Store.open(tmp_path / "store"), {"org/name": files})
+    assert model.parameters() == loads.load(pair.base).parameters()
 
 
 def test_a_store_on_a_full_disk_fails_no_load(pair: checkpoints.Pair, tmp_path: Path) -> None:

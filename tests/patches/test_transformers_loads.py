@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers as hf
 
+from files.hub_caches import snapshot
 from models import tiny_checkpoints as checkpoints
 from models.tiny_pipelines import equal, nbytes, parameters, shared
 from processes import process_state
-from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
+from store_runs.stores import assert_clean, content, write
+from tensor_dedup import Store, TensorDedupConfig, disable, enable, report, verify
 from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
@@ -33,7 +35,7 @@ def no_descriptors_stay(nothing_stays: None) -> Iterator[None]:
     assert not process_state.descriptors() - descriptors
 
 
-def load(path: Path, **options: Any) -> Any:
+def load(path: Path | str, **options: Any) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(path, **options)
 
 
@@ -220,3 +222,28 @@ def test_a_hint_that_is_wrong_is_found_out_and_the_model_loaded_again(
         second = load(pair.base)
     assert shared(first, second) == parameters(first).keys()
     assert verify().ok
+
+
+def test_a_revision_of_a_hub_cache_is_written_to_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are blobs that the whole cache shares."""
+    pair, cache = checkpoints.make("llama", tmp_path), tmp_path / "hub"
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    base, tune = content(pair.base), content(pair.fine_tune)
+    snapshot(cache, "org/name", tune, "2" * 40)
+    write(cache / "models--org--name" / "refs", {"refs/pr/1": b"2" * 40})
+    weights = snapshot(cache, "org/name", base) / checkpoints.WEIGHTS
+    assert weights.resolve().parent.parent == cache / "blobs"
+    options = {"cache_dir": cache, "local_files_only": True}
+    store = Store.open(tmp_path / "store")
+    with enable({"store": store.path, "store_writes": True}):
+        first = load("org/name", **options)
+        second = load("org/name", revision="refs/pr/1", **options)
+    one, two = report().models[-2:]
+    assert (one.name, two.name) == ("org/name", "org/name@refs/pr/1")
+    assert (one.skipped, two.skipped) == ([], [])
+    assert shared(first, second) == equal(first, second) < parameters(second).keys()
+    assert one.stored_as is not None
+    assert two.stored_as is not None
+    assert_clean(store, {one.stored_as: base, two.stored_as: tune})

@@ -181,7 +181,8 @@ def analyze(
     `min_tensor_bytes` are left out of every number. Files whose digests `hints` remembers, and
     checkpoints in the store, are not read. `progress` is a listener to the progress in bytes.
     Symbolic links are followed within a folder and, in a Hugging Face cache, to the blobs of the
-    same repository. With `follow_links`, they are followed anywhere. Safe from any thread.
+    same repository and to the shared ones. With `follow_links`, they are followed anywhere. Safe
+    from any thread.
 
     Raises:
         ConfigError: A setting is invalid.

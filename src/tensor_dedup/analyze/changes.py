@@ -4,12 +4,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import eq, ne
-from pathlib import PurePath
 
 from tensor_dedup.analyze.contributions import Contribution
 from tensor_dedup.analyze.fusion import LostPart
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.formats.hub_cache import name_parts
 from tensor_dedup.formats.layers.layer_names import natural, split, unwrapped
 from tensor_dedup.text_table import human
 
@@ -131,8 +131,8 @@ def _by_leaf(added: Contribution, there: Mapping[str, AnalyzedTensor]) -> str:
 
 
 def name_shown(path: str) -> str:
-    """Return the name of a checkpoint for a sentence: the last part of a path, or a whole URL."""
-    return path if "://" in path else PurePath(path).name or path
+    """Return the name of a checkpoint for a sentence: the last of `hub_cache.name_parts`."""
+    return name_parts(path)[-1]
 
 
 def _content(checkpoint: Measured) -> Counter[str]:

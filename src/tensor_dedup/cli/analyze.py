@@ -22,11 +22,11 @@ from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.cli.tables import counted
 from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.digest import ALGORITHMS
+from tensor_dedup.formats.hub_cache import name_parts
 from tensor_dedup.formats.left_out import described
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.text_table import human
-from tensor_dedup.types import STORE_SCHEME
 
 _WRONG_SHOWN = 4
 
@@ -206,7 +206,7 @@ def _labels(paths: Sequence[str]) -> list[str]:
 
     A path that is given twice keeps its last part.
     """
-    parts = [_parts(path) for path in paths]
+    parts = [name_parts(path) for path in paths]
     different = set(parts)
     shown = []
     for own in parts:
@@ -216,10 +216,6 @@ def _labels(paths: Sequence[str]) -> list[str]:
             count += 1
         shown.append("/".join(own[-count:]))
     return shown
-
-
-def _parts(path: str) -> tuple[str, ...]:
-    return (path,) if path.startswith(STORE_SCHEME) else Path(path).parts or (path,)
 
 
 def _say_reading(analysis: Analysis, console: Console) -> None:

@@ -226,9 +226,9 @@ def import_(
     and if a file changes later, reading it is refused and the file is named. --hub-cache does this
     for every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
 
-    A symbolic link that leads out of the folder (or, in a Hugging Face cache, of its repository) is
-    refused, because whoever made the folder could make you store any of your files. If you trust
-    the folder, pass --follow-links.
+    A symbolic link that leads out of the folder (or, in a Hugging Face cache, to no blob of its
+    repository or of the cache) is refused, because whoever made the folder could make you store any
+    of your files. If you trust the folder, pass --follow-links.
     """
     if (external or hub_cache) and compress is not None:
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")

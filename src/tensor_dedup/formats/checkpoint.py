@@ -143,7 +143,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
     """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
 
     No tensor data is read. Symbolic links are followed within the folder and, in a Hugging Face
-    cache, to the blobs of the same repository. With `follow_links`, they are followed anywhere.
+    cache, to the blobs of the same repository and to the shared ones. With `follow_links`, they are
+    followed anywhere.
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.

@@ -79,6 +79,27 @@ def may_name(path: str | os.PathLike[str]) -> bool:
     return named is not None and "/" in named["name"]
 
 
+def name_parts(path: str) -> tuple[str, ...]:
+    """Return the parts of a checkpoint's path or name; the last one is its shortest name.
+
+    - A URL such as `store://NAME` is one part, and so is ORG/NAME@REVISION if the revision has
+      slashes, as in `org/name@refs/pr/1`: the end of it says nothing about the repository.
+    - The path of a snapshot in a Hugging Face cache ends in the parts of ORG/NAME@COMMIT, with the
+      first twelve digits of the commit.
+    - Any other path or name is split at its slashes.
+    """
+    whole, split = (path,), Path(path)
+    if "://" in path:
+        return whole
+    named = _REPOSITORY.fullmatch(path)
+    if named is not None and "/" in (named["revision"] or "") and not os.path.lexists(path):
+        return whole
+    if split.parent.name == SNAPSHOTS and (folder := split.parent.parent).name.startswith(MODELS):
+        *organisation, name = folder.name.removeprefix(MODELS).split("--")
+        return (*folder.parent.parts, *organisation, f"{name}@{split.name[:_SHOWN_REVISION]}")
+    return split.parts or whole
+
+
 def _revisions(repository: Path, revision: str | None, held: Sequence[str]) -> Sequence[str]:
     """The snapshots that a revision may mean: one if it is the name of one or of a branch."""
     if revision is not None and revision in held:

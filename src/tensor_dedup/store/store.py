@@ -155,7 +155,7 @@ class LocalStore:
           copy of them, and only notices if they change.
         - `follow_links` allows symbolic links to any place; use it only for folders that you trust.
           Without it, links must stay in the folder. In a Hugging Face cache, they may also lead to
-          the blobs of the same repository.
+          the blobs of the same repository and to those that the cache shares.
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
