@@ -124,7 +124,7 @@ def test_the_latest_step_is_the_one_that_was_saved_last(runs: Runs) -> None:
 def test_an_import_takes_no_step_s_name(runs: Runs, tmp_path: Path) -> None:
     store = Store.open(runs.store)
     store.export("two@0", tmp_path / "out")
-    for name in ("two@0", "two@0@pin"):
+    for name in ("two@0", "two@0@keep"):
         command = ["import", str(tmp_path / "out"), "--name", name, "--replace"]
         result = CliRunner().invoke(main, [*command, "--store", str(runs.store)])
         assert result.exit_code == 2
@@ -287,14 +287,14 @@ def test_tensors_that_differ_stand_in_their_order(tmp_path: Path) -> None:
     assert "plain values" in text
 
 
-def test_steps_are_deleted_but_for_pinned_ones(runs: Runs) -> None:
+def test_steps_are_deleted_but_for_kept_ones(runs: Runs) -> None:
     assert runs.run("delete", "a/one", "--step", "0").exit_code == 2  # nobody to ask
     # Not even the first goes where another one cannot.
     wrong = runs.run("delete", "a/one", "--step", "10", "--step", "77")
     assert wrong.exit_code == 2
     assert "no step 77; it has 4 steps, from 0 to 30; see `tensor-dedup runs sho" in wrong.stderr
     assert runs.document("delete", "a/one", "--step", "0", "--yes")["deleted"] == [0]
-    handle(runs.store, "a/one").pin(20)
+    handle(runs.store, "a/one").keep(20)
     kept = runs.run("delete", "a/one", "--step", "10", "--step", "20", "--yes")
     assert kept.exit_code == 2
     assert "runs keep RUN STEP --remove" in kept.stderr
@@ -382,9 +382,9 @@ def test_pruning_holds_for_both_tiers(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_step_is_kept_until_it_is_not(runs: Runs) -> None:
     assert runs.document("keep", "a/one", "10") == {"run": "a/one", "step": 10, "kept": True}
-    assert CheckpointStore(runs.store, "a/one").pinned() == {10}
+    assert CheckpointStore(runs.store, "a/one").kept() == {10}
     assert runs.text("keep", "a/one", "10", "--remove") == "a/one@10 is no longer kept\n"
-    assert CheckpointStore(runs.store, "a/one").pinned() == set()
+    assert CheckpointStore(runs.store, "a/one").kept() == set()
     for wrong in (["a/one", "11"], ["a/one", "11", "--remove"], ["b", "1"], ["a/one", "x"]):
         assert runs.run("keep", *wrong).exit_code == 2
 

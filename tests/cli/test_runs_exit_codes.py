@@ -11,7 +11,7 @@ from processes import prompts
 from tensor_dedup.cli import main
 from tensor_dedup.cli.runs import command as runs_command
 from tensor_dedup.cli.tensorcas import main as tensorcas
-from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.errors import KeptStepError
 from tensor_dedup.training import CheckpointStore
 
 # Arguments behind `runs`: a store has the run r with the steps 4, 5 and 6, of which 4 is kept.
@@ -85,7 +85,7 @@ def run(here: Path) -> CheckpointStore:
     with CheckpointStore(here / "store", "r") as run:
         for step in (4, 5, 6):
             run.save({"w": np.full(9, step)}, step, {"loss": 1 / step, "speed": 1.0})
-        run.pin(4)
+        run.keep(4)
     return run
 
 
@@ -112,9 +112,9 @@ def test_a_kept_step_is_not_deleted_as_a_checkpoint(run: CheckpointStore, argume
     assert done.exit_code == 2
     assert "runs keep RUN STEP --remove" in done.stderr
     assert run.steps() == [4, 5, 6]
-    with pytest.raises(PinnedStepError):
+    with pytest.raises(KeptStepError):
         run.store.delete("r@4")
-    run.unpin(4)
+    run.unkeep(4)
     run.store.delete("r@4")
     assert run.steps() == [5, 6]
 

@@ -99,8 +99,8 @@ class Scene:
         run = self.open(folder, None)
         both = held(run)
         assert both in self._act.both
-        pinned = run.pinned()
-        assert pinned in self._act.pinned
+        kept = run.kept()
+        assert kept in self._act.kept
         for step in {*fast.steps(), *second} - {*run.undrained()}:
             stores = fast.store, open_store(folder / "second")
             names = {store.manifest(f"run@{step}") for store in stores}
@@ -116,7 +116,7 @@ class Scene:
         drain(run)
         shutil.rmtree(folder / "fast")
         left = handle(folder / "second")
-        assert left.pinned() == pinned
+        assert left.kept() == kept
         final = [step for step in order if step in left.steps()]
         assert in_save_order(left._places()) == [*final, 7]
         if self._act.options.get("keep_last") is None:

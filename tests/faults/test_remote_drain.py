@@ -146,8 +146,8 @@ class Scene:
         run = self.open()
         both = held(run)
         assert both in self.act.both
-        pinned = run.pinned()
-        assert pinned in self.act.pinned
+        kept = run.kept()
+        assert kept in self.act.kept
         there = {name: remote.read(name).manifest for name in remote.names()}
         for step in {*fast.steps()} & {*second} - {*run.undrained()}:
             assert fast.store.manifest(f"run@{step}") == there[f"run@{step}"]
@@ -162,7 +162,7 @@ class Scene:
         run.save(model_of(7), 7)
         drain(run)
         left = remote_alone(self.bucket, self.folder / "alone")
-        assert left.pinned() == pinned
+        assert left.kept() == kept
         assert in_save_order(left._places()) == [*(s for s in order if s in left.steps()), 7]
         if self.act.options.get("keep_last") is None:
             assert held(left) == {**both, 7: 7}

@@ -184,14 +184,14 @@ def test_a_crash_before_the_end_leaves_no_step_and_the_next_clears_up(
 def test_runs_that_are_called_like_parts_stay(tmp_path: Path, name: str) -> None:
     whose = CheckpointStore(tmp_path, name)
     whose.save({"w": torch.ones(3)}, 7)
-    whose.pin(7)
+    whose.keep(7)
     whose.save({"w": torch.zeros(3)}, 8)
     nested = StoreWriter(tmp_path, f"{name}/part-0")
     saver.save({"w": torch.ones(2)}, checkpoint_id=1, storage_writer=nested)
     saver.save(Training().state(), checkpoint_id=0, storage_writer=StoreWriter(tmp_path, "run"))
     saver.save({"w": torch.ones(2)}, checkpoint_id=2, storage_writer=StoreWriter(tmp_path, name))
     assert whose.steps() == [2, 7, 8]
-    assert whose.pinned() == {7}
+    assert whose.kept() == {7}
     assert torch.equal(whose.load(7)["w"], torch.ones(3))
     assert CheckpointStore(tmp_path, f"{name}/part-0").steps() == [1]
 
@@ -207,12 +207,12 @@ def test_a_step_that_is_called_like_a_part_is_not_replaced(tmp_path: Path, part:
     assert CheckpointStore(tmp_path, "run").steps() == []
 
 
-def test_a_pinned_step_is_not_replaced(tmp_path: Path) -> None:
+def test_a_kept_step_is_not_replaced(tmp_path: Path) -> None:
     writer, run = StoreWriter(tmp_path, "run"), CheckpointStore(tmp_path, "run")
     saver.save({"w": torch.ones(3)}, checkpoint_id=0, storage_writer=writer)
     before = run.store.handle.objects.ref("run@0")
-    run.pin(0)
-    with pytest.raises(CheckpointException, match="pinned"):
+    run.keep(0)
+    with pytest.raises(CheckpointException, match="kept"):
         saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
     assert run.store.handle.objects.ref("run@0") == before
 

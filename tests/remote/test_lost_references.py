@@ -247,17 +247,17 @@ def test_a_damaged_step_keeps_no_other_step_of_its_run_from_coming(
 
 
 def run_there(tmp_path: Path, steps: int) -> MemoryBucket:
-    """A remote with a run, whose steps share a tensor; the last is pinned."""
+    """A remote with a run, whose steps share a tensor; the last is kept."""
     bucket, here = MemoryBucket(), open_store(tmp_path / "here")
     with CheckpointStore(here, "run") as run:
         for step in range(steps):
             run.save({"w": np.full(900, step), "same": np.arange(99_000)}, step=step)
-        run.pin(steps - 1)
+        run.keep(steps - 1)
     here.push(Remote(bucket), "run")
     return bucket
 
 
-def test_a_pin_does_not_come_without_its_step(tmp_path: Path) -> None:
+def test_a_mark_does_not_come_without_its_step(tmp_path: Path) -> None:
     """A training that goes on could not save that step."""
     bucket, there = run_there(tmp_path, 3), open_store(tmp_path / "there")
     spoil(bucket, layout.ref_key("run@2"))
@@ -276,7 +276,7 @@ def test_all_damaged_steps_are_named(tmp_path: Path) -> None:
     with pytest.raises(DamagedRemoteError, match=what) as caught:
         there.pull(Remote(bucket), "run")
     assert caught.value.facts["not_pulled"] == ("run@0", "run@2")
-    assert there.names() == ["run@1", "run@3", "run@3@pin"]
+    assert there.handle.objects.references() == ["run@1", "run@3", "run@3@keep"]
     with pytest.raises(DamagedRemoteError) as alone:  # of one step there are no others
         there.pull(Remote(bucket), "run@0")
     assert "not pulled" not in str(alone.value)

@@ -165,12 +165,12 @@ def test_pushing_and_pulling_again_moves_nothing(
         assert again.requests <= requests
 
 
-def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -> None:
+def test_a_run_travels_with_its_steps_and_marks(tmp_path: Path, remote: Remote) -> None:
     store = open_store(tmp_path / "full")
     with CheckpointStore(store, "run-001") as run:
         for step in range(3):
             run.save({"frozen": np.arange(50_000), "w": np.full(9, step)}, step=step, metrics={})
-        run.pin(1)
+        run.keep(1)
     pushed = store.push(remote, "run-001")
     steps = tuple(f"run-001@{step}" for step in range(3))
     assert pushed.names == steps
@@ -183,7 +183,7 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
     assert other.names() == ["run-001@2"]
     result = other.pull(remote, "run-001")
     assert other.names() == store.names()
-    assert "run-001@1@pin" in other.names()
+    assert CheckpointStore(other, "run-001").kept() == {1}
     assert result.moved_bytes < 50_000  # the frozen part was there
     assert (result.names, result.pieces, result.nbytes) == (steps, pushed.pieces, pushed.nbytes)
     near = open_store(tmp_path / "near")
@@ -192,7 +192,7 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
     assert near.names() == store.names()
     with CheckpointStore(other, "run-001") as run:
         assert run.steps() == [0, 1, 2]
-        assert run.pinned() == {1}
+        assert run.kept() == {1}
         assert int(run.load(1)["w"][0]) == 1
 
 

@@ -223,13 +223,13 @@ def test_a_deleted_name_is_unknown_and_may_be_pushed_again(
     pulled(tmp_path, bucket, "base", "other")
 
 
-def test_a_pinned_step_is_deleted_with_its_pin(tmp_path: Path, bucket: MemoryBucket) -> None:
+def test_a_kept_step_is_deleted_with_its_mark(tmp_path: Path, bucket: MemoryBucket) -> None:
     store, remote = open_store(tmp_path / "runs"), Remote(bucket)
     with CheckpointStore(store, "run-001") as run:
         for step in range(3):
             own = np.frombuffer(noise(step, 99_000), np.uint8)
             run.save({"frozen": np.arange(50_000), "w": own}, step=step)
-        run.pin(1)
+        run.keep(1)
     for step in range(3):  # in containers of their own
         store.push(remote, f"run-001@{step}")
     store.push(remote, "run-001")

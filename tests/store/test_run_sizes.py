@@ -31,7 +31,7 @@ def deleted(store: LocalStore, run: str) -> int:
     before = disk_bytes(store)
     with CheckpointStore(store, run) as steps:
         for step in steps.steps():
-            steps.unpin(step)
+            steps.unkeep(step)
             steps.delete(step)
     store.gc(0)
     return before - disk_bytes(store)
@@ -44,7 +44,7 @@ def many(seed: int) -> dict[str, Any]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> LocalStore:
-    """Runs that share with each other and with an import, deltas and pinned steps among them."""
+    """Runs that share with each other and with an import, deltas and kept steps among them."""
     one, two = handle(tmp_path / "store", "one"), handle(tmp_path / "store", "two")
     model = network(1)
     one.save(model, 0)
@@ -53,7 +53,7 @@ def shared(tmp_path: Path) -> LocalStore:
         train(model, step, "layer0.bias")
         one.save(model, step)
         two.save({**model, "other": np.frombuffer(noise(step, 5000), "<u1")}, step)
-    one.pin(1)
+    one.keep(1)
     with CheckpointStore(one.store, "many") as run:
         run.save(many(1), 0)
         run.save(many(1) | {"t3": np.zeros(30)}, 1)

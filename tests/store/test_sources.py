@@ -362,7 +362,7 @@ def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored
         with pytest.raises(BadNameError, match="256 bytes"):
             steps.save({"t": np.ones(100)}, 10)
         with pytest.raises(BadNameError, match="259 bytes"):
-            steps.pin(1)
+            steps.keep(1)
         assert steps.steps() == [1]
         assert steps.load(1, None)["t"].tolist() == [0] * 100
         assert len(list(steps.store.handle.objects.containers)) == 1

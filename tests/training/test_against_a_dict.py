@@ -21,7 +21,7 @@ from store_runs.stores import Model, assert_same, copied, handle, memory_folder,
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
-from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.errors import KeptStepError
 
 # Empty, small, around what shares a container, and what is encoded.
 SIZES = (0, 1, 64, 3000, 16_383, 16_384, 16_385, 40_000)
@@ -50,7 +50,7 @@ class Training(RuleBasedStateMachine):
         self.run = handle(self.root, **self.options)
         self.model: Model = {}
         self.kept: dict[int, Model] = {}
-        self.pinned: set[int] = set()
+        self.marked: set[int] = set()
         if large:
             self.put_large(0)
             self.save(0)
@@ -101,8 +101,8 @@ class Training(RuleBasedStateMachine):
         other.close()
 
     def _save(self, save: Callable[[Model, int], object], step: int) -> None:
-        if step in self.pinned:
-            with pytest.raises(PinnedStepError):
+        if step in self.marked:
+            with pytest.raises(KeptStepError):
                 save(self.model, step)
             return
         save(self.model, step)
@@ -111,7 +111,7 @@ class Training(RuleBasedStateMachine):
         if self.keep is not None:
             time.sleep(_TICK_S)
             last = list(self.kept)[-self.keep :]
-            stay = {*last, step, *self.pinned}
+            stay = {*last, step, *self.marked}
             self.kept = {each: self.kept[each] for each in self.kept if each in stay}
 
     @rule()
@@ -123,17 +123,17 @@ class Training(RuleBasedStateMachine):
     @precondition(lambda self: self.kept)
     def pin_or_not(self, data: st.DataObject) -> None:
         step = data.draw(st.sampled_from(sorted(self.kept)))
-        if step in self.pinned:
-            self.run.unpin(step)
-            self.pinned.discard(step)
+        if step in self.marked:
+            self.run.unkeep(step)
+            self.marked.discard(step)
         else:
-            self.run.pin(step)
-            self.pinned.add(step)
+            self.run.keep(step)
+            self.marked.add(step)
 
     @rule(data=st.data())
-    @precondition(lambda self: set(self.kept) - self.pinned)
+    @precondition(lambda self: set(self.kept) - self.marked)
     def delete(self, data: st.DataObject) -> None:
-        step = data.draw(st.sampled_from(sorted(set(self.kept) - self.pinned)))
+        step = data.draw(st.sampled_from(sorted(set(self.kept) - self.marked)))
         handle(self.root).delete(step)
         del self.kept[step]
 
@@ -149,7 +149,7 @@ class Training(RuleBasedStateMachine):
     @invariant()
     def every_step_is_what_was_saved(self) -> None:
         assert self.run.steps() == sorted(self.kept)
-        assert self.run.pinned() == self.pinned
+        assert self.run.kept() == self.marked
         for step, model in self.kept.items():
             assert_same(self.run.load(step), model)
 

@@ -49,7 +49,7 @@ def test_it_counts_on_from_what_is_there(tmp_path: Path) -> None:
     assert run.append(network(1), {"loss": 0.5}).step == 5
     assert run.metrics() == {4: {}, 5: {"loss": 0.5}}
     run.delete(5)
-    run.pin(4)
+    run.keep(4)
     assert run.append(network(2)).step == 5
     with pytest.raises(NameTakenError, match="run@5"):
         run.commit(run.snapshot(network(3), 5).as_new())

@@ -6,16 +6,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from store_runs.stores import Model, assert_same, content, handle, network, shares, train
+from tensor_dedup import Store
 from tensor_dedup.cli import main
+from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS
+from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.state import NamedValue
 
 
@@ -159,3 +163,121 @@ def test_an_engine_gets_the_model_and_not_the_optimizer(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "out" / WEIGHTS), network(1))
     assert set(load_file(tmp_path / "out" / STATE)) == {"optimizer.moment", "modelling"}
     assert_same(run.load(1), state)
+
+
+# --- kept steps
+
+
+def marked(root: Path) -> Store:
+    """A store with four steps of ten tensors, two of them kept."""
+    run, state = handle(root), network(1, layers=5)
+    for step in range(4):
+        train(state, step, "layer0.bias")
+        run.save(state, step)
+    for step in (1, 3):
+        run.keep(step)
+    assert len(state) == 10
+    assert {file.name for file in (root / "refs").iterdir()} == {
+        *(f"run@{step}" for step in range(4)),
+        *("run@1@keep", "run@3@keep"),
+    }
+    return Store.open(root)
+
+
+def test_a_kept_step_is_one_checkpoint_to_every_reader(tmp_path: Path) -> None:
+    store, url = marked(tmp_path / "store"), str(tmp_path / "remote")
+    names = [f"run@{step}" for step in range(4)]
+    sizes = {each.name: each.nbytes for each in store.list()}
+    assert [*sizes] == store.names() == names
+    assert (store.stats().checkpoints, store.stats().tensors) == (4, 40)
+    assert verb(store, "stats")["logical_bytes"] == sum(sizes.values())
+    listed = verb(store, "list")
+    assert [each["name"] for each in listed["checkpoints"]] == names
+    assert [(each["name"], each["steps"]) for each in listed["usage"]] == [("run", 4)]
+    assert verb(store, "verify")["checkpoints"] == 4
+    assert [each["name"] for each in verb(store, "du")["checkpoints"]] == ["run"]
+    with store.checkpoint("run@1") as checkpoint:
+        digest = checkpoint["layer1.weight"].digest
+    assert [each["checkpoint"] for each in verb(store, "find", digest)["tensors"]] == names
+    pushed = verb(store, "push", "run", f"file://{url}")
+    assert pushed["names"] == names
+    for sub in ("list", "du"):
+        found = json.loads(CliRunner().invoke(main, ["remote", sub, url, "--json"]).stdout)
+        assert [each["name"] for each in found["checkpoints"]] == names
+    assert json.loads(CliRunner().invoke(main, ["remote", "verify", url, "--json"]).stdout)[
+        "checkpoints"
+    ] == len(names)
+    other = Store.open(tmp_path / "other")
+    assert verb(other, "pull", url, "run")["names"] == names
+    assert CheckpointStore(other, "run").kept() == {1, 3}
+
+
+def test_a_kept_step_takes_no_more_than_its_mark(tmp_path: Path) -> None:
+    store = marked(tmp_path / "store")
+    [step] = (each for each in store.usage("run@1").checkpoints if each.name == "run@1")
+    freed = store.usage().checkpoints[0].reclaimable_bytes
+    assert step.reclaimable_bytes is not None
+    assert step.reclaimable_bytes > 0  # once it is kept no more
+    assert step.nbytes == store.steps("run")[1].nbytes
+    assert freed == store.run_cost("run").reclaimable_bytes
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("show {}", "export {} {out}", "delete {} --yes", "rename {} new", "cat {} layer0.bias"),
+        *("push {} {out}", "remote show {url} {}", "remote delete {url} {} --yes", "du {}"),
+        *("diff store://{} run@1", "pull {url} {}", "analyze store://{}"),
+    ],
+)
+def test_a_mark_is_the_name_of_no_checkpoint(tmp_path: Path, command: str) -> None:
+    store, url = marked(tmp_path / "store"), f"file://{tmp_path}/remote"
+    store.push(url, "run")
+    words = command.format("run@1@keep", out=tmp_path / "out", url=url).split()
+    where = [] if words[0] == "remote" else ["--store", str(store.path)]
+    result = CliRunner().invoke(main, [*words, *where])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'run@1@keep'" in result.stderr
+    assert "it is what keeps the step 'run@1'; name that" in result.stderr
+    assert CheckpointStore(store, "run").kept() == {1, 3}
+    assert CheckpointStore(Store.open(tmp_path / "other"), "run").kept() == set()
+    other = Store.open(tmp_path / "other")
+    other.pull(url, "run")
+    assert CheckpointStore(other, "run").kept() == {1, 3}
+
+
+def test_no_mark_is_completed_or_suggested(tmp_path: Path) -> None:
+    store = marked(tmp_path / "store")
+    ask = ShellComplete(main, {}, "tensor-dedup", "_X")
+    where = ["--store", str(store.path)]
+    for words in (["show"], ["export"], ["delete"], ["du"], ["push"], ["runs", "diff"]):
+        found = {each.value for each in ask.get_completions([*words, *where], "run@")}
+        assert found == {f"run@{step}" for step in range(4)}
+    result = CliRunner().invoke(main, ["show", "run@1@kee", *where])
+    assert "perhaps 'run@1';" in result.stderr
+
+
+def test_what_a_mark_leads_to_stays(tmp_path: Path) -> None:
+    """The step's own reference is gone, as another program may leave it: the mark keeps it all."""
+    store = marked(tmp_path / "store")
+    before = content(store.path / "containers")
+    (store.path / "refs" / "run@1").unlink()
+    assert store.names() == ["run@0", "run@2", "run@3"]
+    store.gc(0)
+    assert content(store.path / "containers") == before
+    where = ["--store", str(store.path)]
+    result = CliRunner().invoke(main, ["runs", "keep", "run", "1", "--remove", *where])
+    assert (result.exit_code, result.stderr) == (0, "")
+    store.gc(0)
+    assert content(store.path / "containers") != before
+    assert store.verify(full=True).fine
+
+
+def test_a_damaged_mark_is_said_of_its_step(tmp_path: Path) -> None:
+    store = marked(tmp_path / "store")
+    (store.path / "refs" / "run@1@keep").write_bytes(b"?")
+    assert store.stats().checkpoints == 4
+    [fault] = store.verify().faults
+    assert (fault.kind, fault.affected) == ("reference", ("run@1",))
+    with pytest.raises(StoreError, match=r"broken: run@1$|broken: run@1;"):
+        store.gc(0)

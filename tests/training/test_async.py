@@ -31,7 +31,7 @@ from store_runs.stores import (
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.errors import LostHitError
-from tensor_dedup.store.steps.errors import BadOptionError, BadStepError, PinnedStepError
+from tensor_dedup.store.steps.errors import BadOptionError, BadStepError, KeptStepError
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore, PendingSave
 from tensor_dedup.training.adapters import StateProvider, register_provider
@@ -239,8 +239,8 @@ def _refs(run: CheckpointStore, steps: range) -> list[str]:
 def test_wrong_use_is_found_before_anything_is_begun(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1)
     run.save_async(model, 0).wait()
-    run.pin(0)
-    with pytest.raises(PinnedStepError):
+    run.keep(0)
+    with pytest.raises(KeptStepError):
         run.save_async(model, 0)
     with pytest.raises(BadStepError):
         run.save_async(model, -1)

@@ -162,7 +162,7 @@ ACTS = {
         ({0, 1}, {0, 1, 2}, {1, 2}, {2}),
         {"keep_last": 1},
     ),
-    "pin": Act(nothing, lambda run: run.pin(0), ({0, 1},), {}),
+    "mark": Act(nothing, lambda run: run.keep(0), ({0, 1},), {}),
     "save of leaves in common": Act(
         nothing,
         lambda run: run.save(embedding_of(2), 2),

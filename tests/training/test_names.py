@@ -1,4 +1,4 @@
-"""Names that two things may want: of steps, imports and pins, and of the files of an export."""
+"""Names that two things may want: of steps, imports and marks, and of the files of an export."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +24,8 @@ from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenE
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
 from tensor_dedup.store.steps.errors import (
     BadOptionError,
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     TakenStepError,
 )
 from tensor_dedup.store.writing import import_ as import_module
@@ -49,7 +49,7 @@ def run(tmp_path: Path) -> CheckpointStore:
 # --- runs
 
 
-@pytest.mark.parametrize("name", ["my run", "", "run/", "-run", "a/../b", 7, "x" * 178, "x" * 300])
+@pytest.mark.parametrize("name", ["my run", "", "run/", "-run", "a/../b", 7, "x" * 177, "x" * 300])
 def test_a_bad_name_of_a_run_is_the_one_that_was_given(tmp_path: Path, name: Any) -> None:
     with pytest.raises(BadNameError) as caught:
         CheckpointStore(tmp_path, name)
@@ -57,11 +57,11 @@ def test_a_bad_name_of_a_run_is_the_one_that_was_given(tmp_path: Path, name: Any
     assert "@" not in told.partition("; ")[0]
     assert caught.value.__context__ is None
     assert caught.value.facts["name"] == name
-    if len(str(name)) > 177:
-        assert f"it has {len(name)} characters, and a run's name 177 at most" in told
+    if len(str(name)) > 176:
+        assert f"it has {len(name)} characters, and a run's name 176 at most" in told
     else:
         assert told.startswith(f"{name!r}: this cannot be the name of a run; use at most 200")
-    assert CheckpointStore(tmp_path, "x" * 177).steps() == []
+    assert CheckpointStore(tmp_path, "x" * 176).steps() == []
 
 
 def test_no_run_begins_under_the_name_of_a_step(run: CheckpointStore) -> None:
@@ -99,7 +99,7 @@ def test_no_save_replaces_what_was_imported(
     assert run.append(network(1)).step == 6
     assert handle(run.store.path, keep_last=1).save(network(1), 7).step == 7
     assert run.store.handle.objects.names() == ["run@5", "run@7"]
-    for act in (run.delete, run.pin, run.load):
+    for act in (run.delete, run.keep, run.load):
         with pytest.raises(NotATrainingError):
             act(5)
     assert stored(run.store, "run@5") == content(imported)
@@ -129,15 +129,15 @@ def test_no_save_replaces_what_is_imported_meanwhile(
 def test_no_import_replaces_a_step(run: CheckpointStore, imported: Path) -> None:
     for step in (4, 5):
         run.save(network(1), step)
-    run.pin(4)
+    run.keep(4)
     assert shares(run)
-    for name in ("run@4", "run@5", "run@4@pin", "run@9@pin"):
+    for name in ("run@4", "run@5", "run@4@keep", "run@9@keep"):
         for replace in (False, True):
             with pytest.raises(TakenStepError, match=name) as caught:
                 run.store.import_(imported, name, replace)
             assert isinstance(caught.value, NameTakenError)
             assert (caught.value.facts["run"], caught.value.facts["name"]) == ("run", name)
-    assert (run.steps(), run.pinned()) == ([4, 5], {4})
+    assert (run.steps(), run.kept()) == ([4, 5], {4})
     for step in (4, 5):
         assert_same(run.load(step), network(1))
     run.store.import_(imported, "run@6")
@@ -168,17 +168,18 @@ def point(store: LocalStore, name: str, at: str) -> None:
     objects.set_ref(name, objects.ref(at), replace=True)
 
 
-def test_an_import_under_the_name_of_a_pin_is_kept(run: CheckpointStore, imported: Path) -> None:
+def test_an_import_under_the_name_of_a_mark_is_kept(run: CheckpointStore, imported: Path) -> None:
     """No verb gives it that name; another program may have."""
     run.save(network(1), 5)
     run.store.import_(imported, "other")
-    point(run.store, "run@5@pin", "other")
-    for act in (run.pin, run.unpin):
-        with pytest.raises(NotATrainingError, match="run@5@pin"):
+    point(run.store, "run@5@keep", "other")
+    for act in (run.keep, run.unkeep):
+        with pytest.raises(NotATrainingError, match="run@5@keep"):
             act(5)
-    with pytest.raises(PinnedStepError):
+    with pytest.raises(KeptStepError):
         run.delete(5)
-    assert stored(run.store, "run@5@pin") == content(imported)
+    objects = run.store.handle.objects
+    assert objects.ref("run@5@keep") == objects.ref("other")
 
 
 def test_a_step_of_another_run_is_none_of_this_one(run: CheckpointStore) -> None:

@@ -19,7 +19,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError
+from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.steps.runs import in_save_order
@@ -66,19 +66,19 @@ def test_a_new_handle_encodes_against_the_last_step_not_against_an_import(tmp_pa
     assert took[0] == took[1]
 
 
-def test_a_step_that_is_pinned_while_it_is_saved_again_is_not_replaced(tmp_path: Path) -> None:
+def test_a_step_that_is_kept_while_it_is_saved_again_is_not_replaced(tmp_path: Path) -> None:
     handle(tmp_path).save(network(1), 1)
     gate = Gate()
     run = gated(tmp_path, gate)
     pending = run.save_async(network(2), 1)
     assert gate.waiting.wait(60)
-    handle(tmp_path).pin(1)
+    handle(tmp_path).keep(1)
     gate.opened.set()
-    with pytest.raises(PinnedStepError, match="unpin"):
+    with pytest.raises(KeptStepError, match="unkeep"):
         pending.wait()
     assert_same(run.load(1), network(1))
     assert list((tmp_path / "tmp").iterdir()) == []
-    run.unpin(1)
+    run.unkeep(1)
     assert run.save(network(2), 1).step == 1
     assert_same(run.load(1), network(2))
 

@@ -1,4 +1,4 @@
-"""Which steps stay: by rule, by pin, by name; what stays can be read when the rest is gone."""
+"""Which steps stay: by rule, by mark, by name; what stays can be read when the rest is gone."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from store_runs.stores import assert_same, copied, handle, network, shares, trai
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
-    PinnedStepError,
+    KeptStepError,
     UnknownGoalError,
     UnknownMetricError,
     UnknownStepError,
@@ -55,7 +55,7 @@ def test_rules(rules: Retention, dropped: list[int]) -> None:
 )
 def test_what_a_rule_keeps_stays(
     losses: dict[int, float | None],
-    pinned: set[int],
+    kept: set[int],
     last: int | None,
     every: int | None,
     best: int | None,
@@ -63,11 +63,11 @@ def test_what_a_rule_keeps_stays(
     found = {step: {} if loss is None else {"loss": loss} for step, loss in losses.items()}
     rules = Retention(last, every, None if best is None else ("loss", best, "min"))
     saved = next(iter(losses))
-    left = set(losses) - set(rules.dropped(found, pinned, saved, sorted(losses)))
+    left = set(losses) - set(rules.dropped(found, kept, saved, sorted(losses)))
     assert saved in left
-    assert left >= pinned & set(losses)
+    assert left >= kept & set(losses)
     if rules.any and (best is None or any("loss" in each for each in found.values())):
-        most = len(pinned) + 1 + (last or 0) + (best or 0)
+        most = len(kept) + 1 + (last or 0) + (best or 0)
         most += sum(step % every == 0 for step in losses) if every else 0
         assert len(left) <= most
     else:
@@ -201,30 +201,30 @@ def test_what_stays_can_be_read_when_the_rest_is_gone(tmp_path: Path) -> None:
     assert run.store.verify(full=True).fine
 
 
-def test_pinned_steps_stay_and_are_not_replaced(tmp_path: Path) -> None:
+def test_kept_steps_stay_and_are_not_replaced(tmp_path: Path) -> None:
     run, model = handle(tmp_path, keep_last=1), network(1)
     run.save(model, 0)
     first = copied(model)
-    run.pin(0)
+    run.keep(0)
     other = handle(tmp_path)
     for step in (1, 2):
         train(model, step, "layer0.weight")
         run.save(model, step)
     assert run.steps() == [0, 2]
-    assert other.pinned() == {0}
+    assert other.kept() == {0}
     assert shares(run)
     for act in (lambda: other.delete(0), lambda: run.save(model, 0)):
-        with pytest.raises(PinnedStepError, match="unpin"):
+        with pytest.raises(KeptStepError, match="unkeep"):
             act()
     run.gc(0)
     assert_same(run.load(0), first)
-    run.unpin(0)
-    run.unpin(0)
+    run.unkeep(0)
+    run.unkeep(0)
     run.save(model, 3)
     assert run.steps() == [3]
     with pytest.raises(UnknownStepError):
-        run.pin(1)
-    assert run.pinned() == set()
+        run.keep(1)
+    assert run.kept() == set()
 
 
 def test_the_bytes_of_deleted_steps_come_back(tmp_path: Path) -> None:
@@ -270,17 +270,17 @@ def test_a_handle_outlives_the_index(tmp_path: Path) -> None:
     assert shares(run)
 
 
-@pytest.mark.parametrize("run", ["a", "org/run-1", "a@5", "x@pin", "7"])
+@pytest.mark.parametrize("run", ["a", "org/run-1", "a@5", "x@keep", "7"])
 def test_names_of_steps(run: str) -> None:
     for step in (0, 7, 10**18 - 1):
-        for pin in (False, True):
-            found = parse_step_name(step_name(run, step, kept=pin))
+        for mark in (False, True):
+            found = parse_step_name(step_name(run, step, kept=mark))
             assert found is not None
-            assert (found.run, found.step, found.kept) == (run, step, pin)
+            assert (found.run, found.step, found.kept) == (run, step, mark)
 
 
 @pytest.mark.parametrize(
-    "name", ["run", "run@", "run@01", "run@x", "run@-1", "@5", "run@1@pin@pin"]
+    "name", ["run", "run@", "run@01", "run@x", "run@-1", "@5", "run@1@keep@keep"]
 )
 def test_names_that_are_no_steps(name: str) -> None:
     found = parse_step_name(name)

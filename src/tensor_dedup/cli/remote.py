@@ -30,8 +30,7 @@ from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
 from tensor_dedup.remote.urls import is_url
 from tensor_dedup.store.errors import NoStoreError
-from tensor_dedup.store.format.names import check_name
-from tensor_dedup.store.steps.runs import PIN
+from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.text_table import human
 
 _DIGITS: Final = 12  # of a digest
@@ -369,12 +368,12 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     _check_order(name, url, "remote delete URL NAME")
     remote = _opened(url)
     steps = remote.steps(name)
-    # The pin of a step goes with it.
-    pins = [pin for pin in remote.pins(name) if pin.removesuffix(PIN) not in steps]
-    count = counted(len(steps) + len(pins), "step")
-    what = f"{name} with {count}" if steps or pins else name
+    # The mark of a step goes with it.
+    marks = [mark for mark in remote.marks(name) if marked_by(mark) not in steps]
+    count = counted(len(steps) + len(marks), "step")
+    what = f"{name} with {count}" if steps or marks else name
     ask(f"Delete {what} from {remote.url}?", yes)
-    for each in [*steps, *pins] or [name]:
+    for each in [*steps, *marks] or [name]:
         remote.delete(each)
     say(
         {"deleted": name},

@@ -335,7 +335,7 @@ def _metric(name: str, runs: Sequence[PlottedRun]) -> str:
     for number, each, points in drawn:
         colour = f"--c{number % _COLOURS}"
         chart.line([(float(step), value) for step, value in points], colour, dashed=False)
-        best, kept = each.best(name), {s.step for s in each.steps if s.pinned}
+        best, kept = each.best(name), {s.step for s in each.steps if s.kept}
         for step, value in points:
             marks = {"square": step in kept, "ring": step == each.latest, "star": step == best}
             what = [_MARKS[mark] for mark, there in marks.items() if there]
@@ -375,7 +375,7 @@ def _table(each: PlottedRun) -> str:
         for name in names:
             star = " ★" * (best[name] == step.step)
             cells.append(f"{step.metrics[name]:g}{star}" if name in step.metrics else "")
-        said = ["latest"] * (step.step == each.latest) + ["kept"] * step.pinned
+        said = ["latest"] * (step.step == each.latest) + ["kept"] * step.kept
         saved = datetime.fromtimestamp(step.saved_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
         rows.append(
             f'<tr><th scope="row">{step.step}</th>'

@@ -30,7 +30,7 @@ from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
-from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.errors import KeptStepError
 from tensor_dedup.store.steps.notes import shown
 from tensor_dedup.store.steps.retention import Mode, goal, ranked
 from tensor_dedup.store.steps.retention import best as best_step
@@ -174,7 +174,7 @@ def show(run: str, store: str | None, as_json: bool) -> None:
         "size": [human(step.nbytes) for step in steps],
         **{headings[name]: [_number(step.metrics.get(name)) for step in steps] for name in names},
         "saved": [when(step.saved_at) for step in steps],
-        "kept": ["yes" if step.pinned else "" for step in steps],
+        "kept": ["yes" if step.kept else "" for step in steps],
         "adapter": [printable(step.adapter) for step in steps],
     }
     least = ["adapter", "saved", "kept", *reversed(headings.values()), "size"]
@@ -389,7 +389,7 @@ def delete(
     if every == bool(steps):
         raise WrongUse("say which steps: --step N, or --all")
     known = steps_of(opened, run)
-    chosen = [step.step for step in known if not step.pinned] if every else sorted({*steps})
+    chosen = [step.step for step in known if not step.kept] if every else sorted({*steps})
     delete_steps(opened, run, chosen, yes)
     reclaimable, space = space_after(opened)
     deleted = f"{counted(len(chosen), 'step')} {'is' if len(chosen) == 1 else 'are'}"
@@ -401,19 +401,19 @@ def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
     """Delete `steps` of a run, after asking for confirmation unless `yes` is True.
 
     Raises:
-        PinnedStepError: A step is protected by `runs keep`; no step was deleted.
+        KeptStepError: A step is protected by `runs keep`; no step was deleted.
         Declined: The user does not agree.
         WrongUse: The store has no run of this name, or there is no terminal to ask on.
     """
     steps_of(store, run)
     handle = CheckpointStore(store, run)
-    kept = handle.pinned()
+    kept = handle.kept()
     for step in steps:
         with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
             handle.manifest(step)
         if step in kept:
             what = f"the step {step} of {run!r} is kept"
-            raise PinnedStepError.at(store.path, what, run=run, step=step)
+            raise KeptStepError.at(store.path, what, run=run, step=step)
     if not steps:
         return
     ask(f"Delete {_steps_text(steps)} of {run} from {store.path}?", yes)
@@ -518,13 +518,14 @@ def _best_rule(text: str, run: str, steps: Sequence[Step]) -> tuple[str, int, Mo
 def keep(run: str, step: int, remove: bool, store: str | None, as_json: bool) -> None:
     """Protect a STEP of RUN from being deleted or replaced, whatever the rules say."""
     opened = existing(store)
-    steps_of(opened, run)
     handle = CheckpointStore(opened, run)
-    handle.manifest(step)  # raises if there is no such step
+    if not remove or step not in handle.kept():  # a mark may be all that there is of a step
+        steps_of(opened, run)
+        handle.manifest(step)  # raises if there is no such step
     if remove:
-        handle.unpin(step)
+        handle.unkeep(step)
     else:
-        handle.pin(step)
+        handle.keep(step)
     line = f"{run}@{step} is no longer kept" if remove else f"{run}@{step} is kept"
     say({"run": run, "step": step, "kept": not remove}, as_json, line)
 

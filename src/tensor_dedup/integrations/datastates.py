@@ -64,7 +64,7 @@ from tensor_dedup.integrations.deepspeed import (
 )
 from tensor_dedup.seams import Seam, usable
 from tensor_dedup.store.errors import os_errors
-from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError, UnknownStepError
+from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave, Saved
@@ -226,7 +226,7 @@ class _FileRun(CheckpointStore):
             first = kept[-1] if len(kept) == self._kept else 0
             old = [step for step in sorted(steps) if step < first]
             for step in (*old, *gone):
-                with suppress(PinnedStepError, NotATrainingError):
+                with suppress(KeptStepError, NotATrainingError):
                     with suppress(UnknownStepError):
                         self.delete(step)
                     for each, pointer in pointers.items():

@@ -188,7 +188,7 @@ class StoreWriter(StorageWriter):
 
         Raises:
             NamedTwiceError: Two ranks have saved tensors with the same name.
-            PinnedStepError: The step exists and is pinned.
+            KeptStepError: The step exists and is kept.
             NotATrainingError: An imported checkpoint has the step's name.
         """
         step = self._number()

@@ -134,7 +134,7 @@ class StoreIO(CheckpointIO):
 
         Raises:
             UnknownStepError: There is no such step.
-            PinnedStepError: The step is pinned.
+            KeptStepError: The step is kept.
         """
         if (step := _step(path)) is None:
             self._other.remove_checkpoint(path)

@@ -24,6 +24,7 @@ from tensor_dedup.remote.pull import (
 )
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.upkeep.gc import Held
 
@@ -81,8 +82,9 @@ class RemoteInventory:
         """Return the pieces that checkpoints need: a dict from digests to names of checkpoints."""
         users: dict[bytes, list[str]] = {}
         for found in self.manifests:
+            name = marked_by(found.name) or found.name  # a kept step needs what its mark leads to
             for digest in {piece.digest for piece in found.pieces if piece.nbytes}:
-                users.setdefault(digest, []).append(found.name)
+                users.setdefault(digest, []).append(name)
         return users
 
     def held(self) -> dict[ContainerId, dict[bytes, Record]]:

@@ -133,7 +133,7 @@ def list_refs(
 ) -> dict[str, ObjectStatus]:
     """Return the checkpoint names on a remote, sorted, each with the status of its reference.
 
-    With `run`, only steps and pins of this run are returned. A deleted name keeps a reference on
+    With `run`, only steps and marks of this run are returned. A deleted name keeps a reference on
     the remote, but is left out. It is recognised by the size of that reference. So a damaged
     reference of the same size may be left out, too. If the remote is a folder, `thorough` prevents
     this: references of this size are then read.

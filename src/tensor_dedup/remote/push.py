@@ -61,8 +61,8 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     NewerFormatError,
 )
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.steps.runs import is_pin_among
 
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
@@ -188,8 +188,7 @@ class _Push:
             read = boottime()
             self._send(self._catalog(), changing, read)
         nbytes, calls = bucket.traffic.counts()
-        names = {each.name for each in self._checkpoints}
-        counted = [each for each in self._checkpoints if not is_pin_among(each.name, names)]
+        counted = [each for each in self._checkpoints if marked_by(each.name) is None]
         return TransferResult(
             url=bucket.url,
             names=tuple(each.name for each in counted),

@@ -101,8 +101,8 @@ class Remote:
         """
         return self._of_run(run, kept=False)
 
-    def pins(self, run: str) -> list[str]:
-        """Return the names of the pins of a run in order, including pins of deleted steps.
+    def marks(self, run: str) -> list[str]:
+        """Return the names of the marks of a run in order, including marks of deleted steps.
 
         The list is empty if there is no such run, if `run` is the name of a checkpoint, or if the
         remote is behind a plain web server, which cannot list objects.
@@ -135,6 +135,7 @@ class Remote:
             UnknownRemoteNameError: The remote has no checkpoint of this name.
             MissingRemoteError, DamagedRemoteError: A part of the manifest is missing or damaged.
         """
+        upkeep.check_no_mark(self.bucket, name)
         return read_manifest(self.bucket, name, read_ref(self.bucket, name))
 
     def usage(self) -> upkeep.RemoteUsage:
@@ -142,7 +143,7 @@ class Remote:
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
-        """Delete the name of a checkpoint; for a pinned step, delete the pin too.
+        """Delete the name of a checkpoint; for a kept step, delete the mark too.
 
         The data stays until `gc` deletes it: one run condemns unused data, and a run at least a
         lease later deletes it. Data younger than the lease is not condemned yet.
@@ -212,7 +213,7 @@ class Remote:
         return True
 
     def names_of(self, name: str) -> list[str]:
-        """Return the names of the steps and pins of the run `name`; for a checkpoint, only `name`.
+        """Return the names of the steps and marks of the run `name`; for a checkpoint, only `name`.
 
         If the URL names the folder of a store, that store is searched.
 
@@ -226,7 +227,7 @@ class Remote:
         return [*self.refs_of(name)]
 
     def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
-        """Return the names of the steps and pins of the run `name`, with their references' status.
+        """Return the names of the steps and marks of the run `name`, with their references' status.
 
         If `name` is the name of a checkpoint, the result has only that name, with None as the
         status.
@@ -238,6 +239,7 @@ class Remote:
             UnlistedRemoteError: There is no checkpoint of this name, and a plain web server cannot
                 list the steps of a run.
         """
+        upkeep.check_no_mark(self.bucket, name)
         if find_ref(self.bucket, name) is not None:
             return {name: None}
         what = f"no checkpoint {name!r}"

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
-from tensor_dedup.store.steps.runs import is_pin_among
 
 
 class TransferListener(ProgressListener, Protocol):
@@ -26,7 +26,7 @@ class SilentTransfer(SilentListener):
 class TransferResult:
     """The result of a push or a pull. Sizes are in bytes.
 
-    * `names` are the checkpoints. A pin that is transferred with its step is left out.
+    * `names` are the checkpoints. Marks, which are transferred with their steps, are left out.
     * `pieces` is the number of pieces in the checkpoints, and `nbytes` the size of the checkpoints.
     * `moved_pieces` of these pieces were missing and were transferred. `moved_bytes` is the stored
       size of all transferred pieces.
@@ -61,12 +61,10 @@ class TransferResult:
 def together(results: Sequence[TransferResult]) -> TransferResult:
     """Return the sum of several results, which must be for the same remote.
 
-    A pin whose step is among the results is not counted as a checkpoint, and is left out of
-    `names`.
+    The marks of kept steps are not counted as checkpoints, and are left out of `names`.
     """
     first = results[0]
-    names = {name for each in results for name in each.names}
-    counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]
+    counted = [each for each in results if any(marked_by(name) is None for name in each.names)]
     return TransferResult(
         url=first.url,
         names=tuple(name for each in counted for name in each.names),

@@ -10,10 +10,10 @@ from tensor_dedup.remote.pieces import LostPieces
 from tensor_dedup.remote.pull import pull
 from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.steps.runs import is_pin_among
 
 
 def pull_each(
@@ -25,10 +25,10 @@ def pull_each(
     *,
     replace: bool = False,
 ) -> list[TransferResult]:
-    """Pull the checkpoints in `refs`: a single checkpoint, or the steps and pins of a run.
+    """Pull the checkpoints in `refs`: a single checkpoint, or the steps and marks of a run.
 
     `refs` maps names to the statuses of references, or to None. Each checkpoint is pulled in its
-    own `session` of the store. If data of a step is lost or damaged, the step, its pin and the
+    own `session` of the store. If data of a step is lost or damaged, the step, its mark and the
     steps that need the same data are skipped, and the others are still pulled. Steps that were
     deleted on the remote meanwhile are skipped, too. Any other error ends the pull at once.
 
@@ -41,8 +41,8 @@ def pull_each(
     failed: dict[str, StoreError] = {}
     deleted: dict[str, UnknownRemoteNameError] = {}
     for name, listed in refs.items():
-        # A pin alone would keep its step from being saved by a training that goes on.
-        if is_pin_among(name, {*failed, *deleted}):
+        # A mark alone would keep its step from being saved by a training that goes on.
+        if marked_by(name) in {*failed, *deleted}:
             continue
         with session() as (index, hasher):
             here = objects, index, hasher
@@ -82,7 +82,7 @@ def _of_all(
     if len(refs) == 1 or (len(errors) == 1 and not is_damage):
         return error
     came = {name for each in results for name in each.names}
-    count = sum(not is_pin_among(name, came) for name in came)
+    count = sum(marked_by(name) is None for name in came)
     advice = f"; {error.advice}" if isinstance(error, AdvisedError) else ""
     what = f"not pulled: {', '.join(failed)}; steps pulled: {count}"
     error.message = f"{error.message.removesuffix(advice)}; {what}{advice}"

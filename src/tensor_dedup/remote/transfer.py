@@ -218,9 +218,9 @@ def _import_artifact(
 
 
 def _names_of(store: LocalStore, name: str) -> Sequence[str]:
-    """The name of a checkpoint, or the names of the steps and pins of a run."""
+    """The name of a checkpoint, or the names of the steps and marks of a run."""
     with store.handle.locked(), store.handle.saying_near(name):
-        names = store.handle.objects.names()
+        names = store.handle.objects.references()
         found = [name] if name in names else [n for n in names if n.startswith(f"{name}@")]
         if not found:
             raise UnknownNameError.at(store.path, f"no checkpoint {name!r}", name=name)

@@ -48,6 +48,7 @@ from tensor_dedup.remote.inventory import (
 from tensor_dedup.remote.pieces import RemotePieces, name_of
 from tensor_dedup.remote.pull import (
     RemoteManifest,
+    find_ref,
     list_refs,
     read_content,
     read_manifest,
@@ -57,8 +58,9 @@ from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.names import MARK, marked_by
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
-from tensor_dedup.store.steps.runs import PIN, is_pin_among, parse_step_name
+from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.upkeep.gc import needed
 
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
@@ -138,8 +140,8 @@ class RemoteVerifyResult:
 def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[RemoteCheckpoint]:
     """Return a description of each checkpoint, or of those in `only`, sorted by name.
 
-    A checkpoint that cannot be read is included, with the reason in `damage`. The pin of an
-    existing step is left out.
+    A checkpoint that cannot be read is included, with the reason in `damage`. The marks of kept
+    steps are left out.
     """
     check_remote(bucket)
     noted = _noted_damage(bucket)
@@ -157,7 +159,8 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
 
     # One after the other: each reads its pages on several threads.
     wanted = list_refs(bucket, thorough=True) if only is None else only
-    return _without_pins([each for name in wanted if (each := describe(name)) is not None])
+    checkpoints_ = (name for name in wanted if marked_by(name) is None)
+    return [each for name in checkpoints_ if (each := describe(name)) is not None]
 
 
 def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
@@ -173,17 +176,6 @@ def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
         return what if lost else None
 
     return damage
-
-
-def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
-    """Leave out the pins of steps; one that is not what its step is, is a checkpoint too."""
-    manifests = {each.name: each.manifest for each in found}
-    return [
-        each
-        for each in found
-        if not is_pin_among(each.name, manifests)
-        or each.manifest != manifests[each.name.removesuffix(PIN)]
-    ]
 
 
 def described(
@@ -202,22 +194,36 @@ def described(
 
 
 def delete(bucket: Bucket, name: str) -> None:
-    """Delete the name of a checkpoint; for a pinned step, delete the pin too.
+    """Delete the name of a checkpoint; for a kept step, delete the mark too.
 
     The reference is replaced by one that marks the name as deleted. The data stays until `gc`
     deletes it: one run condemns unused data, and a run at least a lease later deletes it. Data
     younger than the lease is not condemned yet.
 
     Raises:
-        UnknownRemoteNameError: The remote has no checkpoint of this name.
+        UnknownRemoteNameError: The remote has no checkpoint of this name, or it is the name of the
+            mark of a step that is there.
         RemoteBusyError: Other writers kept changing the name.
     """
+    if (kept := marked_by(name)) is not None and find_ref(bucket, kept) is not None:
+        check_no_mark(bucket, name)
     step = parse_step_name(name)
     if step is not None and not step.kept:
-        # First the pin: what is left if this is cut short is a step, which can be deleted again.
+        # First the mark: what is left if this is cut short is a step, which can be deleted again.
         with suppress(UnknownRemoteNameError):
-            _delete_name(bucket, name + PIN)
+            _delete_name(bucket, name + MARK)
     _delete_name(bucket, name)
+
+
+def check_no_mark(bucket: Bucket, name: str) -> None:
+    """Check that `name` is not that of the mark of a kept step, which is no checkpoint.
+
+    Raises:
+        UnknownRemoteNameError: It is the name of a mark.
+    """
+    if (step := marked_by(name)) is not None:
+        what = f"{name!r} is no checkpoint: it is what keeps the step {step!r}; name that"
+        raise UnknownRemoteNameError.at(bucket.url, what, name=name)
 
 
 def _delete_name(bucket: Bucket, name: str) -> None:
@@ -320,21 +326,24 @@ def usage(bucket: Bucket) -> RemoteUsage:
             runs[name] = runs.get(name, 0) + stored.get(digest, 0)
     of_one: dict[str, list[bytes]] = {}
     for digest, names_ in users.items():
-        (first, *others_) = {name.removesuffix(PIN) for name in names_}
+        (first, *others_) = names_
         if not others_:
             of_one.setdefault(first, []).append(digest)
     for each in found.manifests:
-        own = sum(stored.get(d, 0) for d in of_one.get(each.name.removesuffix(PIN), ()))
+        if marked_by(each.name) is not None:
+            continue
+        own = sum(stored.get(d, 0) for d in of_one.get(each.name, ()))
         described_.append(described(each, own, noted(each)))
     broken = [
         RemoteCheckpoint(name, damage=fault.what)
         for fault in found.problems
         for name in fault.affected
+        if marked_by(name) is None
     ]
     used = live.keys() | need.anchors
     sizes = [s.size for key, s in found.objects.items() if key.startswith(layout.CONTAINERS)]
     return RemoteUsage(
-        tuple(_without_pins(sorted([*described_, *broken], key=lambda each: each.name))),
+        tuple(sorted([*described_, *broken], key=lambda each: each.name)),
         len(sizes),
         sum(sizes),
         sum(sizes) - sum(record.stored for record in kept if record.digest in used),
@@ -345,7 +354,7 @@ def usage(bucket: Bucket) -> RemoteUsage:
 def owner(name: str) -> tuple[str, bool]:
     """Return the run or checkpoint to which `name` belongs, and whether it is a run.
 
-    For a step or a pin, the result is the name of the run and True. For any other name, it is
+    For a step or a mark, the result is the name of the run and True. For any other name, it is
     `name` and False.
     """
     step = parse_step_name(name)
@@ -388,7 +397,7 @@ def verify(
     faults += [fault for key, fault in found.unreadable.items() if key not in noted]
     for digest, losers in lost.items():
         what = f"no container holds {digest.hex()}"
-        faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
+        faults.append(RemoteFault(bucket.url, what, tuple(sorted({*losers}))))
     damaged = list[tuple[ContainerId, Record, str]]()
     if full:
         names = {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
@@ -406,8 +415,10 @@ def verify(
     faults += _mended_notes(bucket, found)
     if not found.newer:
         faults += _mended_holders(bucket, found, wrong)
+    names_ = [each.name for each in found.manifests]
+    names_ += [each.affected[0] for each in found.problems if each.affected]
     return RemoteVerifyResult(
-        len(found.manifests) + sum(bool(each.affected) for each in found.problems),
+        sum(marked_by(name) is None for name in names_),
         len(found.tables),
         read,
         tuple(faults),

@@ -11,6 +11,7 @@ from pathlib import Path
 from tensor_dedup.store.errors import UnknownNameError, os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.format.layout import StoreLayout
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.locks import session
@@ -67,8 +68,14 @@ class StoreHandle:
     def saying_near(self, name: str) -> Iterator[None]:
         """Context manager: while it is active, an UnknownNameError suggests the most similar name.
 
-        `name` is the unknown name.
+        `name` is the unknown name. The mark of a kept step is the name of no checkpoint.
+
+        Raises:
+            UnknownNameError: `name` is that of a mark.
         """
+        if (step := marked_by(name)) is not None:
+            what = f"{name!r} is no checkpoint: it is what keeps the step {step!r}; name that"
+            raise UnknownNameError.at(self.path, what, name=name, near=step)
         try:
             yield
         except UnknownNameError as error:

@@ -20,7 +20,7 @@ from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.layout import BAD_SUFFIX, StoreLayout, is_digest
 from tensor_dedup.store.format.manifests import Manifest, Piece
-from tensor_dedup.store.format.names import file_of, name_in
+from tensor_dedup.store.format.names import file_of, marked_by, name_in
 
 _BAD = b"badl"
 _REF_BYTES = 1 << 12
@@ -126,7 +126,14 @@ class Objects(StoreFolder):
     # References
 
     def names(self) -> list[str]:
-        """Return the names of all checkpoints, sorted."""
+        """Return the names of all checkpoints, sorted. The marks of kept steps are left out."""
+        return [name for name in self.references() if marked_by(name) is None]
+
+    def references(self) -> list[str]:
+        """Return the names of all references, sorted: of the checkpoints, and of kept steps' marks.
+
+        Whatever decides what is in use has to read all of them.
+        """
         found = [name_in(file) for file in self.files.listdir(self.layout.refs)]
         return sorted(name for name in found if name is not None)
 

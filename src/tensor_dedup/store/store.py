@@ -19,7 +19,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.format.layout import StoreLayout
-from tensor_dedup.store.format.names import check_name, name_of
+from tensor_dedup.store.format.names import check_name, marked_by, name_of
 from tensor_dedup.store.handle import StoreHandle
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.init import default_path, initialise, workers
@@ -160,7 +160,7 @@ class LocalStore:
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
             NameTakenError: The name holds another checkpoint, and `replace` is False.
-            TakenStepError: The name is that of a training step or of a pin. Imports never replace
+            TakenStepError: The name is that of a training step or of a mark. Imports never replace
                 these.
             ChangedFileError: A file was modified during the import.
             UnknownNameError: No checkpoint is called `base`.
@@ -205,8 +205,9 @@ class LocalStore:
 
     def manifest(self, name: str) -> str | None:
         """Return the name of the manifest of the checkpoint `name`, or None if there is none."""
-        with self.handle.locked(), suppress(UnknownNameError):
-            return self.handle.objects.ref(check_name(name))
+        if marked_by(check_name(name)) is None:
+            with self.handle.locked(), suppress(UnknownNameError):
+                return self.handle.objects.ref(name)
         return None
 
     def checkpoint(self, name: str) -> StoredCheckpoint:
@@ -268,7 +269,7 @@ class LocalStore:
             )
 
     def names(self) -> "list[str]":
-        """Return the names of all checkpoints, sorted."""
+        """Return the names of all checkpoints, sorted. The steps of runs are among them."""
         with self.handle.locked():
             return self.handle.objects.names()
 
@@ -389,7 +390,7 @@ class LocalStore:
         Raises:
             UnknownNameError: No checkpoint is called `name`.
             NameTakenError: A checkpoint is called `new_name` already.
-            TakenStepError: One of the names is the name of a training step or of a pin.
+            TakenStepError: One of the names is the name of a training step or of a mark.
         """
         from tensor_dedup.store.steps.runs import check_no_step
 
@@ -407,7 +408,7 @@ class LocalStore:
 
         Raises:
             UnknownNameError: No checkpoint has this name.
-            PinnedStepError: The checkpoint is a pinned step of a run.
+            KeptStepError: The checkpoint is a kept step of a run.
         """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
@@ -422,7 +423,7 @@ class LocalStore:
 
         Raises:
             UnknownNameError: No checkpoint has this name.
-            PinnedStepError: The checkpoint is a pinned step of a run.
+            KeptStepError: The checkpoint is a kept step of a run.
         """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 

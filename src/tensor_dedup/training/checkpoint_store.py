@@ -25,8 +25,8 @@ from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.steps.notes import Notes, checked
@@ -35,16 +35,16 @@ from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
+    check_mark,
     check_no_step_s_name,
     check_not_kept,
-    check_pin,
     check_replaceable,
     check_run,
     describe_all,
     in_save_order,
+    keep_step,
     kept_steps,
     manifest_of,
-    pin_step,
     step_name,
     step_numbers,
 )
@@ -134,7 +134,7 @@ class CheckpointStore:
         type of the saved object.
 
         **Retention.** Each save deletes the steps that no rule keeps. Without a rule, all steps are
-        kept. Pinned steps and the step just saved are always kept. The rules are:
+        kept. Kept steps and the step just saved are always kept. The rules are:
 
         * `keep_last`: keep this number of steps, those saved last.
         * `keep_every`: keep steps whose numbers are multiples of this number.
@@ -174,7 +174,7 @@ class CheckpointStore:
         is, copies the missing data to the second tier, in the order of saving. The step appears
         there when it is durable, with exactly the same content.
 
-        * Steps, metrics and pins are those on both tiers, and a step is loaded from the tier that
+        * Steps, metrics and marks are those on both tiers, and a step is loaded from the tier that
           has it.
         * The retention rules apply to the steps on the second tier, and delete from both tiers.
         * `root` keeps the steps that are not drained yet and, of the drained steps, the `keep_fast`
@@ -313,7 +313,7 @@ class CheckpointStore:
 
         Raises:
             ChangedModelError: A write to the model was noticed.
-            PinnedStepError: The step exists and is pinned, so it is not replaced.
+            KeptStepError: The step exists and is kept, so it is not replaced.
             NotATrainingError: An imported checkpoint has the name RUN@STEP, and is not replaced.
             BadStepError, BadMetricError, NamedTwiceError: An argument is invalid.
             StateError: The model cannot be taken apart.
@@ -572,7 +572,7 @@ class CheckpointStore:
 
         Raises:
             UnknownStepError: The run has no such step.
-            PinnedStepError: The step is pinned.
+            KeptStepError: The step is kept.
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run.
         """
         if self._drain is not None:
@@ -586,7 +586,7 @@ class CheckpointStore:
         with self._naming():
             if seen is not None and self._steps.status(step) != seen:
                 return
-            # Under the lock of names: whoever pins it meanwhile comes before or after.
+            # Under the lock of names: whoever keeps it meanwhile comes before or after.
             check_not_kept(objects, self.run_id, step)
             with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
                 manifest_of(objects, self.run_id, step)
@@ -613,39 +613,39 @@ class CheckpointStore:
             return self._drain.prune(dry_run=dry_run, among=among)
         return self._delete_unretained(None, dry_run=dry_run, among=among)
 
-    def pin(self, step: int) -> None:
-        """Protect a step from deletion and replacement, until `unpin` is called.
+    def keep(self, step: int) -> None:
+        """Protect a step from deletion and replacement, until `unkeep` is called.
 
         Raises:
             UnknownStepError: The run has no such step.
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or
-                an imported checkpoint has the name of the pin, RUN@STEP@pin.
+                an imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
         if self._drain is not None:
-            self._drain.pin(step)
+            self._drain.keep(step)
             return
         with self.store.handle.locked():
-            pin_step(self.store.handle.objects, self.run_id, step)
+            keep_step(self.store.handle.objects, self.run_id, step)
 
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a step. Do nothing if the step is not pinned.
+    def unkeep(self, step: int) -> None:
+        """Remove the mark of a step. Do nothing if the step is not kept.
 
         Raises:
-            NotATrainingError: An imported checkpoint has the name of the pin, RUN@STEP@pin.
+            NotATrainingError: An imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
         if self._drain is not None:
-            self._drain.unpin(step)
+            self._drain.unkeep(step)
             return
         objects, name = self.store.handle.objects, step_name(self.run_id, step, kept=True)
 
         def check() -> None:
-            check_pin(objects, self.run_id, step)
+            check_mark(objects, self.run_id, step)
 
         with self.store.handle.locked(), suppress(UnknownNameError):
             objects.drop_ref(name, check_name=check)
 
-    def pinned(self) -> set[int]:
-        """Return the numbers of the steps that are pinned."""
+    def kept(self) -> set[int]:
+        """Return the numbers of the steps that are kept."""
         if self._drain is not None:
             return self._drain.kept()
         with self.store.handle.locked():
@@ -681,7 +681,7 @@ class CheckpointStore:
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:
-        """Return the steps that this object still has to copy to the second tier, or to pin there.
+        """Return the steps that this object still has to copy to the second tier, or to keep there.
 
         They are in the order in which they will be copied. Steps that other processes have saved
         are included after the next call of `drain`. Without a second tier, the list is empty.
@@ -746,12 +746,12 @@ class CheckpointStore:
         last = order[-1] if saved is None else saved
         dropped = [
             step
-            for step in self._retention.dropped(metrics, self.pinned(), last, order)
+            for step in self._retention.dropped(metrics, self.kept(), last, order)
             if step in places  # else it was saved since then
             and (among is None or step in among)
         ]
         for step in dropped if not dry_run else ():
-            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+            with suppress(UnknownStepError, KeptStepError, NotATrainingError):
                 self._delete(step, places[step].reference)
         return dropped
 

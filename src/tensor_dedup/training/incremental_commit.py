@@ -523,7 +523,7 @@ class Saver:
         step may or may not exist.
 
         Raises:
-            PinnedStepError: The step exists and is pinned, perhaps since this commit began.
+            KeptStepError: The step exists and is kept, perhaps since this commit began.
             NotATrainingError: An imported checkpoint has the step's name.
             NameTakenError: The step must be new, and the name exists.
             ChangedModelError: The model was written to during the commit.

@@ -71,7 +71,7 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
     Raises:
         NamedTwiceError: Two ranks have saved tensors with the same name.
         UnknownNameError: A part is missing.
-        PinnedStepError: The step exists and is pinned.
+        KeptStepError: The step exists and is kept.
         NotATrainingError: An imported checkpoint has the step's name.
     """
     objects, names = store.handle.objects, [part_run(notes.run, rank) for rank in ranks]

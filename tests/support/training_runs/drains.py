@@ -39,7 +39,7 @@ class Act:
     both: tuple[Steps, ...]
     second: tuple[Steps, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    pinned: tuple[set[int], ...] = (set(),)
+    kept: tuple[set[int], ...] = (set(),)
     opening: bool = False
     """Whether to open the run is a part of it."""
 
@@ -52,13 +52,13 @@ def undrained(*saves: tuple[int, int]) -> Callable[[CheckpointStore], None]:
     return before
 
 
-def with_pin(run: CheckpointStore) -> None:
-    run.pin(0)
+def with_mark(run: CheckpointStore) -> None:
+    run.keep(0)
     drain(run)
 
 
-def pin(run: CheckpointStore) -> None:
-    run.pin(0)
+def keep(run: CheckpointStore) -> None:
+    run.keep(0)
     drain(run)
 
 
@@ -117,8 +117,8 @@ ACTS = {
         (OLD, {1: 1}),
         _ALL,
     ),
-    "pin": Act(undrained(), pin, (OLD,), (OLD,), _ALL, (set(), {0})),
-    "unpin": Act(with_pin, lambda run: run.unpin(0), (OLD,), (OLD,), _ALL, (set(), {0})),
+    "keep": Act(undrained(), keep, (OLD,), (OLD,), _ALL, (set(), {0})),
+    "unkeep": Act(with_mark, lambda run: run.unkeep(0), (OLD,), (OLD,), _ALL, (set(), {0})),
 }
 
 

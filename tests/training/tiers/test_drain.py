@@ -36,8 +36,8 @@ from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.steps.runs import in_save_order
@@ -94,14 +94,14 @@ def size(root: Path, tier: str) -> int:
 def test_the_second_tier_is_an_ordinary_store_with_the_same_steps(tmp_path: Path) -> None:
     with tiers(tmp_path, keep_fast=None, config={"config.json": "{}"}) as run:
         save(run, 0, 1, 2)
-        run.pin(1)
+        run.keep(1)
     assert run.undrained() == []
     assert manifests(tmp_path, "second") == manifests(tmp_path, "fast")
     second = alone(tmp_path)
     for step in range(3):
         assert_same(second.load(step), moving(step))
     assert second.metrics() == {0: {"loss": 1.0}, 1: {"loss": 0.5}, 2: {"loss": 1 / 3}}
-    assert (second.latest(), second.pinned()) == (2, {1})
+    assert (second.latest(), second.kept()) == (2, {1})
     with second.store.checkpoint("run@1") as checkpoint:
         assert [file.path for file in checkpoint.files][:1] == ["config.json"]
     assert second.store.verify(full=True).faults == []
@@ -182,7 +182,7 @@ def test_the_rules_hold_for_both_tiers(tmp_path: Path) -> None:
     with tiers(tmp_path, keep_last=2, keep_best=("loss", 1, "max"), keep_fast=None) as run:
         save(run, 0, 1)
         run.drain()
-        run.pin(1)
+        run.keep(1)
         save(run, 2, 3, 4)
     assert alone(tmp_path).steps() == alone(tmp_path, "fast").steps() == [0, 1, 3, 4]
 
@@ -353,14 +353,14 @@ def test_a_state_that_was_not_drained_stays_though_later_ones_are(tmp_path: Path
     assert_same(alone(tmp_path, "fast").load(3), moving(7))
 
 
-def test_a_pin_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:
+def test_a_mark_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:
     diverge(tmp_path)
     run = tiers(tmp_path)
-    run.pin(3)
+    run.keep(3)
     with pytest.raises(DrainError):
         run.close()
-    assert alone(tmp_path).pinned() == {3}
-    assert alone(tmp_path, "fast").pinned() == set()
+    assert alone(tmp_path).kept() == {3}
+    assert alone(tmp_path, "fast").kept() == set()
 
 
 def test_a_state_with_the_same_place_is_saved_under_another_number(tmp_path: Path) -> None:
@@ -605,27 +605,27 @@ def test_what_is_damaged_on_the_fast_tier_is_read_from_the_second(tmp_path: Path
     assert_same(tiers(tmp_path).load(0), moving(0))
 
 
-def test_pins_are_those_of_both_tiers(tmp_path: Path) -> None:
+def test_marks_are_those_of_both_tiers(tmp_path: Path) -> None:
     with tiers(tmp_path, keep_last=1) as run:
         save(run, 0)
-        run.pin(0)
+        run.keep(0)
         run.drain()
-        assert alone(tmp_path).pinned() == {0}
+        assert alone(tmp_path).kept() == {0}
         save(run, 1, 2)
         run.drain()
         assert alone(tmp_path, "fast").steps() == [2]  # and what kept 0 went with it
         assert run.steps() == [0, 2]
-        assert run.pinned() == {0}
+        assert run.kept() == {0}
         for act in (lambda: run.save(moving(0), 0), lambda: run.delete(0)):
-            with pytest.raises(PinnedStepError):
+            with pytest.raises(KeptStepError):
                 act()
-        run.unpin(0)
-        assert run.pinned() == alone(tmp_path).pinned() == set()
+        run.unkeep(0)
+        assert run.kept() == alone(tmp_path).kept() == set()
         save(run, 3)
         run.drain()
         assert run.steps() == [3]
         with pytest.raises(UnknownStepError):
-            run.pin(0)
+            run.keep(0)
 
 
 def test_an_import_behind_a_step_is_found_before_the_save(tmp_path: Path) -> None:

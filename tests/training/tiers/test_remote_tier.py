@@ -38,7 +38,7 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError, UnknownStepError
+from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DivergedStepError, DrainError
@@ -113,7 +113,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def test_a_restart_finds_the_newest_step_on_the_remote(tmp_path: Path, url: str) -> None:
     with tiers(tmp_path, url, config={"config.json": "{}"}) as run:
         save(run, 0, 1, 2)
-        run.pin(1)
+        run.keep(1)
         save(run, 3)
     assert run.undrained() == []
     assert near(tmp_path).steps() == [3]
@@ -124,7 +124,7 @@ def test_a_restart_finds_the_newest_step_on_the_remote(tmp_path: Path, url: str)
     shutil.rmtree(tmp_path / "fast")
     with tiers(tmp_path, url) as run:
         assert (run.steps(), run.latest(), run.best("loss")) == ([0, 1, 2, 3], 3, 3)
-        assert run.pinned() == {1}
+        assert run.kept() == {1}
         assert run.metrics() == {step: {"loss": 1.0 / (step + 1)} for step in range(4)}
         for step in range(4):
             assert run.manifest(step) == remote.read(f"run@{step}").manifest
@@ -138,7 +138,7 @@ def test_a_restart_finds_the_newest_step_on_the_remote(tmp_path: Path, url: str)
     plain = open_store(tmp_path / "plain")
     plain.pull(url, "run")  # what is there needs no program that knows of tiers
     assert_same(handle(tmp_path / "plain").load(4), model_of(4))
-    assert handle(tmp_path / "plain").pinned() == {1}
+    assert handle(tmp_path / "plain").kept() == {1}
 
 
 def test_only_what_is_missing_travels_and_deltas_stay_deltas(
@@ -204,7 +204,7 @@ def test_the_rules_hold_for_both_and_the_fast_tier_has_its_own(
     rules: dict[str, Any] = {"keep_last": 3, "keep_best": ("loss", 1, "max"), "keep_fast": 2}
     with tiers(tmp_path, server, **rules) as run:
         save(run, 0, 1)
-        run.pin(1)
+        run.keep(1)
         save(run, 2, 3, 4, 5)
         run.drain()
         assert run.steps() == [0, 1, 3, 4, 5]
@@ -218,32 +218,32 @@ def test_the_rules_hold_for_both_and_the_fast_tier_has_its_own(
     assert Remote(server).verify(full=True).fine
 
 
-def test_deletions_and_pins_are_those_of_both(tmp_path: Path, server: Server) -> None:
+def test_deletions_and_marks_are_those_of_both(tmp_path: Path, server: Server) -> None:
     with tiers(tmp_path, server, keep_fast=None) as run:
         save(run, 0, 1, 2)
         run.drain()
         run.delete(0)
-        for act in (lambda: run.delete(0), lambda: run.load(0), lambda: run.pin(0)):
+        for act in (lambda: run.delete(0), lambda: run.load(0), lambda: run.keep(0)):
             with pytest.raises(UnknownStepError):
                 act()
         assert Remote(server).names() == ["run@1", "run@2"]
         assert near(tmp_path).steps() == [1, 2]
-        run.pin(1)
+        run.keep(1)
         run.drain()
-        assert elsewhere(tmp_path, server).pinned() == {1}
+        assert elsewhere(tmp_path, server).kept() == {1}
         for act in (lambda: run.delete(1), lambda: save(run, 1)):
-            with pytest.raises(PinnedStepError):
+            with pytest.raises(KeptStepError):
                 act()
-        run.unpin(1)
-        assert run.pinned() == elsewhere(tmp_path, server).pinned() == set()
+        run.unkeep(1)
+        assert run.kept() == elsewhere(tmp_path, server).kept() == set()
         save(run, 1)
     other = elsewhere(tmp_path, server)
     assert other.latest() == 1
-    other.pin(2)  # which is on the remote alone
-    assert tiers(tmp_path, server).pinned() == {2}
-    with pytest.raises(PinnedStepError):
+    other.keep(2)  # which is on the remote alone
+    assert tiers(tmp_path, server).kept() == {2}
+    with pytest.raises(KeptStepError):
         tiers(tmp_path, server).delete(2)
-    other.unpin(2)
+    other.unkeep(2)
     other.delete(2)
     assert Remote(server).names() == ["run@1"]
 
@@ -259,10 +259,10 @@ def test_a_deleted_step_costs_no_request(tmp_path: Path, server: Server) -> None
     assert server.traffic.counts()[1] - before == 1
 
 
-def test_a_run_whose_pins_would_have_too_long_names(tmp_path: Path, server: Server) -> None:
+def test_a_run_whose_marks_would_have_too_long_names(tmp_path: Path, server: Server) -> None:
     name = "a/" * 63 + "a"
     with pytest.raises(BadNameError):
-        file_of(f"{name}@0@pin")
+        file_of(f"{name}@0@keep")
     run = handle(tmp_path / "fast", name, drain=Remote(server), keep_last=2)
     for step in range(3):
         run.save(model_of(step), step)

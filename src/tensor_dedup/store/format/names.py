@@ -1,4 +1,8 @@
-"""Names of checkpoints and of their files, and checks that no name escapes its folder. No I/O."""
+"""Names of checkpoints and of their files, and checks that no name escapes its folder. No I/O.
+
+A training step that is kept has a second reference beside its own, its *mark*, called
+RUN@STEP@keep. A mark is the name of no checkpoint: it only protects the step.
+"""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath
@@ -14,6 +18,9 @@ _SLASH = "%2F"
 _PART = r"[A-Za-z0-9_][A-Za-z0-9._@+=-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
 _UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
+# Eighteen digits fit everywhere; nobody counts further.
+STEP_FORM = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<mark>@keep)?", re.DOTALL)
+MARK = "@keep"
 _HUB = re.compile(r"models--(?P<name>.+)")
 
 
@@ -49,6 +56,12 @@ def check_form(name: str) -> str:
             repr(name[:MAX_NAME]), "this cannot be the name of a checkpoint", name=name
         )
     return name
+
+
+def marked_by(name: str) -> str | None:
+    """Return the name of the step that the mark `name` keeps, or None if `name` is no mark."""
+    found = STEP_FORM.fullmatch(name)
+    return name.removesuffix(MARK) if found is not None and found["mark"] else None
 
 
 def name_of(path: Path) -> str:

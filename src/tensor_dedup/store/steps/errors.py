@@ -8,8 +8,8 @@ StoreError
     UnknownGoalError      it is unknown whether the least or the greatest value is best
   BadOptionError        an option of CheckpointStore, or an argument of `register_provider`, is
                         invalid (`kind`)
-  PinnedStepError       a pinned step would be replaced or deleted
-  TakenStepError        an import would replace a step or a pin
+  KeptStepError       a kept step would be replaced or deleted
+  TakenStepError        an import would replace a step or a mark
   NotATrainingError     the checkpoint was imported, not saved by a run
 
 The message of each error ends in the next step to take. The errors of saving and loading are in
@@ -71,15 +71,15 @@ class UnknownGoalError(BadMetricError):
     advice = 'say "min" or "max" (on the command line: --mode)'
 
 
-class PinnedStepError(AdvisedError):
-    """The step is pinned, so it cannot be replaced or deleted."""
+class KeptStepError(AdvisedError):
+    """The step is kept, so it cannot be replaced or deleted."""
 
     exit_status = WRONG_USE
-    advice = "first unpin it, or run `tensor-dedup runs keep RUN STEP --remove`"
+    advice = "first `unkeep` it, or run `tensor-dedup runs keep RUN STEP --remove`"
 
 
 class TakenStepError(NameTakenError):
-    """The name for an import is that of an existing step, or of a pin."""
+    """The name for an import is that of an existing step, or of a mark."""
 
     advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
 

@@ -1,8 +1,8 @@
 """The training runs in a store: names, order, metrics and differences of their steps.
 
-A step is the checkpoint RUN@STEP. It is pinned by a further reference, RUN@STEP@pin, and is then
-kept whatever the retention rules say. Step numbers have no leading zeros. References sort as text,
-so functions that list steps sort them by number.
+A step is the checkpoint RUN@STEP. A further reference, its mark RUN@STEP@keep, keeps it: it is then
+neither replaced nor deleted, whatever the retention rules say. Step numbers have no leading zeros.
+References sort as text, so functions that list steps sort them by number.
 
 Steps also have an order of saving. If a training went back to step 5 and saved step 6 again, the
 steps 8 to 10 of the first attempt are older than the new step 6. Each step's manifest therefore has
@@ -12,10 +12,9 @@ as later.
 """
 
 import logging
-import re
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -31,14 +30,21 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.manifests import Manifest, Piece
-from tensor_dedup.store.format.names import MAX_NAME, check_form, check_name, file_of
+from tensor_dedup.store.format.names import (
+    MARK,
+    MAX_NAME,
+    STEP_FORM,
+    check_form,
+    check_name,
+    file_of,
+)
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     BadStepError,
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     TakenStepError,
     UnknownStepError,
 )
@@ -47,15 +53,12 @@ from tensor_dedup.store.steps.retention import Goals
 from tensor_dedup.store.steps.sequence import next_sequence
 
 _log = logging.getLogger(__name__)
-# Eighteen digits fit everywhere; nobody counts further.
-_NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
-PIN = "@pin"
 _LARGEST = 10**18 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """The parsed name of a step or, if `kept` is True, of the reference that pins a step."""
+    """The parsed name of a step or, if `kept` is True, of the reference that keeps a step."""
 
     run: str
     step: int
@@ -63,12 +66,12 @@ class StepName:
 
     @property
     def name(self) -> str:
-        """The name as text: RUN@STEP or, for a pin, RUN@STEP@pin."""
-        return f"{self.run}@{self.step}{PIN if self.kept else ''}"
+        """The name as text: RUN@STEP or, for a mark, RUN@STEP@keep."""
+        return f"{self.run}@{self.step}{MARK if self.kept else ''}"
 
 
 def step_name(run: str, step: int, *, kept: bool = False) -> str:
-    """Return the name of a step or, with `kept`, of the reference that pins it.
+    """Return the name of a step or, with `kept`, of the reference that keeps it.
 
     Raises:
         BadStepError: The step is not a whole number from 0 to 10**18 - 1.
@@ -76,7 +79,7 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
     """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
-    return check_name(f"{run}@{step}{PIN if kept else ''}")
+    return check_name(f"{run}@{step}{MARK if kept else ''}")
 
 
 def check_run(run: object) -> str:
@@ -87,7 +90,7 @@ def check_run(run: object) -> str:
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
-    longest = f"@{_LARGEST}{PIN}"
+    longest = f"@{_LARGEST}{MARK}"
     try:
         if isinstance(run, str):
             check_form(run + longest)
@@ -114,18 +117,12 @@ def check_no_step_s_name(run: str) -> None:
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """Return the parsed form of `name`, the name of a step or of a pin.
+    """Return the parsed form of `name`, the name of a step or of a mark.
 
     Return None for any other name.
     """
-    found = _NAME.fullmatch(name)
-    return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
-
-
-def is_pin_among(name: str, names: Collection[str]) -> bool:
-    """Return whether `name` is a name that pins a step whose own name is in `names`."""
-    found = parse_step_name(name)
-    return found is not None and found.kept and step_name(found.run, found.step) in names
+    found = STEP_FORM.fullmatch(name)
+    return StepName(found["run"], int(found["step"]), bool(found["mark"])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +141,7 @@ class Step:
     adapter: str
     metrics: dict[str, float]
     nbytes: int
-    pinned: bool
+    kept: bool
     saved_at: int
     goals: Goals = field(default_factory=dict)
 
@@ -195,19 +192,19 @@ def step_numbers(objects: Objects, run: str) -> list[int]:
 
 
 def kept_steps(objects: Objects, run: str) -> set[int]:
-    """Return the numbers of the pinned steps of `run`."""
-    found = (parse_step_name(name) for name in objects.names())
+    """Return the numbers of the kept steps of `run`."""
+    found = (parse_step_name(name) for name in objects.references())
     return {each.step for each in found if each and each.run == run and each.kept}
 
 
 def check_replaceable(objects: Objects, run: str, step: int) -> None:
-    """Check that neither a pin nor another checkpoint prevents the saving of a step.
+    """Check that neither a mark nor another checkpoint prevents the saving of a step.
 
     An earlier save of the same step may be replaced, even if it is damaged. The answer holds only
     inside `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: The step is pinned.
+        KeptStepError: The step is kept.
         NotATrainingError: A checkpoint that is not a step of this run has the name.
     """
     check_not_kept(objects, run, step)
@@ -226,19 +223,19 @@ def check_replaceable(objects: Objects, run: str, step: int) -> None:
 
 
 def check_no_step(objects: Objects, name: str) -> None:
-    """Check that an import under `name` would replace neither a step nor a pin.
+    """Check that an import under `name` would replace neither a step nor a mark.
 
     The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        TakenStepError: The name is that of an existing step, or is the name of a pin.
+        TakenStepError: The name is that of an existing step, or is the name of a mark.
     """
     found = parse_step_name(name)
     if found is None:
         return
     facts = {"name": name, "run": found.run, "step": found.step}
     if found.kept:
-        what = f"{name!r} is what pins the step {found.step} of the run {found.run!r}"
+        what = f"{name!r} is what keeps the step {found.step} of the run {found.run!r}"
         raise TakenStepError.at(objects.layout.root, what, **facts)
     if objects.files.status(objects.layout.refs / file_of(name)) is None:
         return
@@ -248,8 +245,8 @@ def check_no_step(objects: Objects, name: str) -> None:
         raise TakenStepError.at(objects.layout.root, what, **facts)
 
 
-def check_pin(objects: Objects, run: str, step: int) -> None:
-    """Check that the name for the pin of a step is not taken by an imported checkpoint.
+def check_mark(objects: Objects, run: str, step: int) -> None:
+    """Check that the name for the mark of a step is not taken by an imported checkpoint.
 
     The answer holds only inside `with locks.naming(...):`.
 
@@ -262,22 +259,22 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
     except (UnknownNameError, DamagedFileError, MissingObjectError):
         return
     if notes is None or notes.run != run:
-        what = f"{name!r} was imported, and pins no step of the run {run!r}"
+        what = f"{name!r} was imported, and keeps no step of the run {run!r}"
         raise NotATrainingError.at(objects.layout.root, what, name=name, run=run, step=step)
 
 
-def pin_step(objects: Objects, run: str, step: int) -> None:
-    """Pin a step, so that it is kept whatever the retention rules say.
+def keep_step(objects: Objects, run: str, step: int) -> None:
+    """Mark a step, so that it stays whatever the retention rules say.
 
-    Call it inside `with locks.session(...):`. Pinning a pinned step has no effect.
+    Call it inside `with locks.session(...):`. Keeping a kept step has no effect.
 
     Raises:
         UnknownStepError: The run has no such step.
-        NotATrainingError: The checkpoint with the name of the step or of its pin was imported.
+        NotATrainingError: The checkpoint with the name of the step or of its mark was imported.
     """
     name = step_name(run, step, kept=True)
     manifest, _, _ = manifest_of(objects, run, step)
-    objects.set_ref(name, manifest, replace=True, check_name=lambda: check_pin(objects, run, step))
+    objects.set_ref(name, manifest, replace=True, check_name=lambda: check_mark(objects, run, step))
     try:
         found, _, _ = manifest_of(objects, run, step)
     except UnknownStepError:  # deleted just before
@@ -288,29 +285,29 @@ def pin_step(objects: Objects, run: str, step: int) -> None:
 
 
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
-    """Check that a step is not pinned.
+    """Check that a step is not kept.
 
     The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: The step is pinned.
+        KeptStepError: The step is kept.
     """
     try:
         path = objects.layout.refs / file_of(step_name(run, step, kept=True))
-    except BadNameError:  # too long a name for any file: nothing can pin the step
+    except BadNameError:  # too long a name for any file: nothing can keep the step
         return
     if objects.files.status(path) is not None:
-        what = f"the step {step} of {run!r} is pinned"
-        raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)
+        what = f"the step {step} of {run!r} is kept"
+        raise KeptStepError.at(objects.layout.root, what, run=run, step=step)
 
 
 def check_no_kept_step(objects: Objects, name: str) -> None:
-    """Check that `name` is not the name of a pinned step.
+    """Check that `name` is not the name of a kept step.
 
     The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: The name is the name of a pinned step.
+        KeptStepError: The name is the name of a kept step.
     """
     found = parse_step_name(name)
     if found is not None and not found.kept:
@@ -417,7 +414,7 @@ def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
     """Return the description of a step, made without reading its tensors.
 
-    `kept` are the pinned steps.
+    `kept` has the numbers of the steps that are kept.
 
     Raises:
         UnknownStepError: The run has no such step.

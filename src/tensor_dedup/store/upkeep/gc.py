@@ -16,6 +16,7 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.folders import files_below, remove_folder
 from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.locks import session, sweep
@@ -178,7 +179,8 @@ def refuse_unless_certain(found: Inventory) -> None:
     """
     if found.problems:
         problem = found.problems[0]
-        broken = sorted({each.checkpoint for each in found.problems if each.checkpoint})
+        names = (each.checkpoint for each in found.problems if each.checkpoint)
+        broken = sorted({marked_by(name) or name for name in names})
         named = f"; broken: {', '.join(broken[:_NAMED])}" if broken else ""
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         raise UnfitForCollectionError.at(

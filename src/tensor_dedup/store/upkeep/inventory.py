@@ -16,14 +16,14 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.format.external import EXTERNAL
-from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.names import file_of, marked_by
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file that cannot be read: its kind, its path, the error, and the affected checkpoint."""
+    """A file that cannot be read: its kind, its path, the error, and the affected reference."""
 
     kind: str
     path: Path
@@ -35,9 +35,12 @@ class Problem:
 class Inventory:
     """The inventory of a store: its contents, and which of them are in use.
 
-    - `manifests` maps each checkpoint with a readable reference to its manifest's name.
+    - `manifests` maps each readable reference to the name of its manifest.
     - `live` maps the digests of the pieces in use to their sizes. References lead to these pieces.
     - `users` maps the digest of each piece in `live` to the checkpoints and tensors that use it.
+    - `checkpoints` has the names of the checkpoints, `references` the number of their tensors, and
+      `logical_bytes` their size. The mark of a kept step is no checkpoint; what it leads to is in
+      use like anything else.
     - `objects` has the names of all manifests and pages that references lead to.
     - `absent` has the names in `objects` whose files cannot be read.
     - `tables` maps each container with a readable table to that table.
@@ -145,7 +148,7 @@ def take_inventory(objects: Objects) -> Inventory:
     Call it inside `with locks.session(...):`.
     """
     found = Inventory()
-    for name in objects.names():
+    for name in objects.references():
         _checkpoint(objects, found, name)
     return _with_containers(objects, found)
 
@@ -173,7 +176,7 @@ def catch_up(objects: Objects, found: Inventory) -> Inventory:
         if container.kind != EXTERNAL and container.name not in bad and not found.bad[container]
     }
     found.tables, found.bad, found.changed = {}, {}, {}
-    for name in objects.names():
+    for name in objects.references():
         _checkpoint(objects, found, name)
     _with_containers(objects, found, known)
     return take_inventory(objects) if found.problems or found.lost() else found
@@ -200,32 +203,37 @@ def _with_containers(
 
 
 def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
-    path = objects.layout.refs / file_of(name)
+    path, kept = objects.layout.refs / file_of(name), marked_by(name)
     try:
         manifest_name = objects.ref(name)
     except UnknownNameError:  # deleted since the names were read
         return
     except StoreError as error:
-        found.checkpoints.append(name)
+        if kept is None:
+            found.checkpoints.append(name)
         found.problems.append(Problem("reference", path, error, name))
         return
     if found.manifests.get(name) == manifest_name:
         return
     found.manifests[name] = manifest_name
-    found.checkpoints.append(name)
+    if kept is None:
+        found.checkpoints.append(name)
+    elif found.manifests.get(kept) == manifest_name:
+        return  # read with its step
     found.objects.add(manifest_name)
     try:
         manifest = objects.manifest(manifest_name)
     except StoreError as error:
         _absent(objects, found, "manifest", manifest_name, error, name)
         return
-    found.logical_bytes += manifest.nbytes
+    if kept is None:
+        found.logical_bytes += manifest.nbytes
     for page, times in Counter(manifest.pages).items():
-        _page(objects, found, page.hex(), name, times)
+        _page(objects, found, page.hex(), kept or name, times if kept is None else 0)
 
 
 def _page(objects: Objects, found: Inventory, page: str, name: str, times: int) -> None:
-    """Note what a page holds that the checkpoint has this many times."""
+    """Note what a page holds that the checkpoint has this many times; for a mark, 0 times."""
     found.objects.add(page)
     try:
         pieces = objects.page(page).pieces

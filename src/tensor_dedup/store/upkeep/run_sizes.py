@@ -268,7 +268,7 @@ def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
     """
     own, others = _Part(), _Part()
     references = 0
-    for name in objects.names():
+    for name in objects.references():
         with suppress(UnknownNameError):  # deleted since the names were read
             manifest_name = objects.ref(name)
             manifest = objects.manifest(manifest_name)
@@ -315,7 +315,7 @@ def _with_bases(live: Iterable[bytes], own: Mapping[bytes, Record]) -> dict[byte
 
 
 def _is_of(name: str, manifest: Manifest, runs: Collection[str]) -> bool:
-    """Whether a name is that of a step of one of these runs, or pins one; an import's is not."""
+    """Whether a name is that of a step of one of these runs, or keeps one; an import's is not."""
     parsed, notes = parse_step_name(name), Notes.from_texts(manifest.notes)
     if parsed is None or notes is None or parsed.run not in runs:
         return False

@@ -13,7 +13,7 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest
-from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.names import file_of, marked_by
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
@@ -114,22 +114,23 @@ def usage(objects: Objects, alone: str | None = None) -> StoreUsage:
 def _groups(objects: Objects, alone: str | None) -> list[_Group]:
     groups: dict[tuple[bool, str], _Group] = {}
     pages: dict[bytes, dict[bytes, int]] = {}
-    for name in objects.names():
-        group = _Group(name, False)
+    for name in objects.references():
+        kept = marked_by(name)
+        checkpoint = kept or name
+        group = _Group(checkpoint, False)
         try:
             manifest_name = objects.ref(name)
             manifest = objects.manifest(manifest_name)
-            run = _run_of(name, manifest) if name != alone else None
-            key = (run is not None, run or name)
-            group = groups.setdefault(key, _Group(run or name, run is not None))
+            run = _run_of(checkpoint, manifest) if checkpoint != alone else None
+            key = (run is not None, run or checkpoint)
+            group = groups.setdefault(key, _Group(run or checkpoint, run is not None))
             status = objects.files.status(objects.layout.refs / file_of(name))
             if status is not None:
                 group.references += status.size
                 group.imported_at = max(group.imported_at, status.mtime_ns // 10**9)
             group.pages |= set(manifest.pages)
             group.objects |= {manifest_name, *(page.hex() for page in manifest.pages)}
-            parsed = parse_step_name(name)
-            if parsed is None or run is None or not parsed.kept:
+            if kept is None:
                 group.steps += 1
                 group.nbytes += manifest.nbytes
             for page in set(manifest.pages) - pages.keys():
@@ -146,7 +147,7 @@ def _groups(objects: Objects, alone: str | None) -> list[_Group]:
 
 
 def _run_of(name: str, manifest: Manifest) -> str | None:
-    """The run whose step a name is, or keeps; an import's is none."""
+    """The run whose step a name is; an import's is none."""
     parsed, notes = parse_step_name(name), Notes.from_texts(manifest.notes)
     if parsed is None or notes is None or (notes.run, notes.step) != (parsed.run, parsed.step):
         return None

@@ -25,6 +25,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.layout import TABLE_SUFFIX
+from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.format.tables import ENCODED, Record, Table
 from tensor_dedup.store.hashing import Hasher, ProgressListener, Range
 from tensor_dedup.store.index import Entry, StoreIndex, entry_of
@@ -190,7 +191,8 @@ def verify(
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
     for problem in found.problems:
         _set_aside(objects, problem)
-        affected = (problem.checkpoint,) if problem.checkpoint else ()
+        name = problem.checkpoint
+        affected = (marked_by(name) or name,) if name else ()
         result.faults.append(Fault(problem.kind, str(problem.path), str(problem.error), affected))
     _check_index(objects, index, found, result)
     scrubber = Scrubber(objects, index, hasher, progress)

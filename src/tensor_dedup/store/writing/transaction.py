@@ -17,7 +17,7 @@ containers, pages, manifest, and the reference under a temporary name. Then come
 second look-up and the rename of the reference.
 
 Both hold the lock for changing references while they check the name for the last time and rename
-the reference. So a step cannot be pinned just before it is replaced, and a save and an import
+the reference. So a step cannot be kept just before it is replaced, and a save and an import
 cannot take the same name.
 """
 

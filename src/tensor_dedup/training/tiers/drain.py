@@ -7,7 +7,7 @@ retention rules delete steps from both tiers, and drained steps that are not amo
 deleted from the fast tier.
 
 A step on the fast tier is undrained if the second tier lacks it, or has it with an earlier place in
-the order of saving. A pin is undrained if the second tier lacks it. All of this follows from the
+the order of saving. A mark is undrained if the second tier lacks it. All of this follows from the
 content of the two tiers, so no list of undrained steps is needed. The next process that opens the
 run with both tiers continues to drain.
 
@@ -16,7 +16,7 @@ version with the later place counts. Versions are only ever copied from the fast
 tier. If another fast tier has saved the step independently, the later place does not decide.
 `tensor_dedup.training.tiers.tier_identity` detects this case.
 
-Three operations change both tiers: draining, deleting and unpinning a step. Each of them holds the
+Three operations change both tiers: draining, deleting and unkeeping a step. Each of them holds the
 second tier's lock of names. A removal is durable on the second tier before it happens on the fast
 tier. So a deleted step does not reappear, and a step whose deletion was interrupted is still
 complete on the fast tier.
@@ -46,8 +46,8 @@ from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.steps.retention import Retention, is_whole
@@ -55,13 +55,13 @@ from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
+    check_mark,
     check_not_kept,
-    check_pin,
     describe_all,
     in_save_order,
+    keep_step,
     kept_steps,
     manifest_of,
-    pin_step,
     step_name,
     steps_text,
 )
@@ -93,7 +93,7 @@ _OF_THE_STEP = (
     NewerFormatError,
     DivergedStepError,
     DivergedTierError,
-    PinnedStepError,
+    KeptStepError,
     NotATrainingError,
 )
 _T = TypeVar("_T")
@@ -316,14 +316,14 @@ class Drain:
         Nothing is read from the second tier.
 
         Raises:
-            PinnedStepError: The step is pinned on the second tier.
+            KeptStepError: The step is kept on the second tier.
             NotATrainingError: The step's name stands for a checkpoint that is not a step of this
                 run.
         """
         facts = {"run": self._run, "step": step}
         if step in self._seen.kept:
-            what = f"the step {step} of {self._run!r} is pinned"
-            raise PinnedStepError.at(self.second.where, what, **facts)
+            what = f"the step {step} of {self._run!r} is kept"
+            raise KeptStepError.at(self.second.where, what, **facts)
         if step in self._seen.taken:
             what = f"{step_name(self._run, step)!r} is no step of this run"
             raise NotATrainingError.at(self.second.where, what, **facts)
@@ -378,36 +378,36 @@ class Drain:
         return dropped
 
     def kept(self) -> set[int]:
-        """Return the numbers of the steps that are pinned on either tier."""
+        """Return the numbers of the steps that are kept on either tier."""
         with self._fast.handle.locked():
             near = kept_steps(self._objects, self._run)
         return near | self._look().kept
 
-    def pin(self, step: int) -> None:
-        """Pin a step on the tier from which it would be loaded.
+    def keep(self, step: int) -> None:
+        """Keep a step on the tier from which it would be loaded.
 
-        If that is the fast tier, the pin is copied to the second tier afterwards.
+        If that is the fast tier, the mark is copied to the second tier afterwards.
         """
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast.handle.locked():
             if self._notes.counts(self._order.place(step), there):
-                pin_step(self._objects, self._run, step)
+                keep_step(self._objects, self._run, step)
                 self.add(step, saved=False)
                 return
-        self.second.pin(step)
+        self.second.keep(step)
         self._seen.kept.add(step)
 
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a step from both tiers.
+    def unkeep(self, step: int) -> None:
+        """Remove the mark of a step from both tiers.
 
         Raises:
             StoreError: The second tier cannot be reached.
         """
         with self.second.session(), self._naming():
-            self.second.check_pin(step)
+            self.second.check_mark(step)
             with self._fast.handle.locked():
-                check_pin(self._objects, self._run, step)
-            self.second.unpin(step)
+                check_mark(self._objects, self._run, step)
+            self.second.unkeep(step)
             self._seen.kept.discard(step)
             with self._fast.handle.locked(), self._objects.naming():
                 unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
@@ -442,9 +442,9 @@ class Drain:
             )
 
     def add(self, step: int, *, saved: bool = True) -> None:
-        """Queue a step that was saved or pinned on the fast tier, and start to drain.
+        """Queue a step that was saved or kept on the fast tier, and start to drain.
 
-        If the step was `saved`, it is put at the end of the queue. If it was only pinned and is in
+        If the step was `saved`, it is put at the end of the queue. If it was only kept and is in
         the queue already, it keeps its place there.
         """
         with self._changed:
@@ -588,7 +588,7 @@ class Drain:
             self._sweep(_SWEEP_WAIT_S)
         with self._changed:
             self._error, self._pauses = None, 0
-            # If not, it was saved again, pinned or deleted during the attempt.
+            # If not, it was saved again, kept or deleted during the attempt.
             if self._queue.get(step) is mark:
                 del self._queue[step]
                 if broken is not None:
@@ -652,7 +652,7 @@ class Drain:
                 there.places[step] = place
                 with self._fast.handle.locked():
                     self._order.at_least(place.sequence)
-            if self.second.copy_pin(step, manifest):
+            if self.second.copy_mark(step, manifest):
                 there.kept.add(step)
             self._seen = there
             return there
@@ -701,12 +701,12 @@ class Drain:
         return [s for s in dropped if s in places and not self._is_base(s)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
-        """Delete a step from both, unless it was pinned or saved again."""
+        """Delete a step from both, unless it was kept or saved again."""
         with self._naming():
             now = self.second.place(step)
             if now is None or now.reference != place.reference:
                 return
-            with suppress(PinnedStepError):
+            with suppress(KeptStepError):
                 self.second.check_deletable(step)
                 with self._fast.handle.locked():
                     check_not_kept(self._objects, self._run, step)
@@ -735,7 +735,7 @@ class Drain:
             with self._fast.handle.locked(), self._objects.naming():
                 if step in kept_steps(self._objects, self._run):
                     if not kept:
-                        return  # the pin is still to be drained
+                        return  # the mark is still to be drained
                     files.insert(0, file_of(step_name(self._run, step, kept=True)))
                 if self._is_drained(self._order.place(step), there):
                     self._released += unlink(self._objects, files)

@@ -42,8 +42,8 @@ from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
+    KeptStepError,
     NotATrainingError,
-    PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.steps.notes import Notes, content_name
@@ -178,7 +178,7 @@ class RemoteTier:
         return TierContent({step: places[step] for step in sorted(places)}, kept, taken)
 
     def _listed(self) -> tuple[dict[int, _Ref], set[int]]:
-        """The references of the run's steps, whose manifests are read, and the steps with pins."""
+        """The references of the run's steps, whose manifests are read, and the steps with marks."""
         listed = list_refs(self._bucket, self._run)
         parsed = {name: step for name in listed if (step := parse_step_name(name)) is not None}
         found = {name: listed[name] for name, step in parsed.items() if step.run == self._run}
@@ -265,7 +265,7 @@ class RemoteTier:
         # docstring inherited
         try:
             name = step_name(self._run, step, kept=True)
-        except BadNameError:  # too long a name for any file: nothing can pin the step
+        except BadNameError:  # too long a name for any file: nothing can keep the step
             return False
         return self._ref(name) is not None
 
@@ -312,48 +312,48 @@ class RemoteTier:
             raise
         self._manifests[outgoing.manifest] = _Described.of(content)
 
-    def copy_pin(self, step: int, manifest: str) -> bool:
+    def copy_mark(self, step: int, manifest: str) -> bool:
         # docstring inherited
         if not self._is_kept_near(step):
             return False
         with self.naming():
             place = self.place(step)
-            # A pin of an earlier state than this tier's is a pin of nothing that counts.
+            # A mark of an earlier state than this tier's is a mark of nothing that counts.
             if not self._is_kept_near(step) or place is None or place.manifest != manifest:
                 return False
-            self._pin(step, manifest)
+            self._mark(step, manifest)
             return True
 
     def _is_kept_near(self, step: int) -> bool:
         with self._fast.handle.locked():
             return step in kept_steps(self._fast.handle.objects, self._run)
 
-    def pin(self, step: int) -> None:
+    def keep(self, step: int) -> None:
         # docstring inherited
         with self.naming():
             place = self.place(step)
             if place is None or place.manifest is None:
                 raise UnknownStepError.of(self._fast.path, self._run, step)
-            self._pin(step, place.manifest)
+            self._mark(step, place.manifest)
 
-    def _pin(self, step: int, manifest: str) -> None:
-        """Let the pin lead to what the step leads to, in `naming`.
+    def _mark(self, step: int, manifest: str) -> None:
+        """Let the mark lead to what the step leads to, in `naming`.
 
         No push is needed: all that it leads to is there, and in use.
         """
-        self.check_pin(step)
+        self.check_mark(step)
         refer(self._bucket, step_name(self._run, step, kept=True), manifest, lambda _: None)
 
-    def check_pin(self, step: int) -> None:
+    def check_mark(self, step: int) -> None:
         # docstring inherited
         name = step_name(self._run, step, kept=True)
         ref = self._ref(name)
         described = None if ref is None or ref.damaged else self._described(ref.state)
         if described is not None and (described.notes is None or described.notes.run != self._run):
-            what = f"{name!r} pins no step of the run {self._run!r}"
+            what = f"{name!r} keeps no step of the run {self._run!r}"
             raise NotATrainingError.at(self.where, what, name=name, run=self._run, step=step)
 
-    def unpin(self, step: int) -> None:
+    def unkeep(self, step: int) -> None:
         # docstring inherited
         if self.is_kept(step):
             refer(self._bucket, step_name(self._run, step, kept=True), None, lambda _: None)
@@ -362,8 +362,8 @@ class RemoteTier:
         # docstring inherited
         facts = {"run": self._run, "step": step}
         if self.is_kept(step):
-            what = f"the step {step} of {self._run!r} is pinned"
-            raise PinnedStepError.at(self.where, what, **facts)
+            what = f"the step {step} of {self._run!r} is kept"
+            raise KeptStepError.at(self.where, what, **facts)
         name = step_name(self._run, step)
         ref = self._ref(name)
         if ref is not None and self._place_of(step, ref) is None:

@@ -37,13 +37,13 @@ from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
+    check_mark,
     check_not_kept,
-    check_pin,
     check_replaceable,
     describe_all,
+    keep_step,
     kept_steps,
     manifest_of,
-    pin_step,
     step_name,
     step_numbers,
 )
@@ -62,7 +62,7 @@ class TierContent:
     """The content of a second tier, as far as it concerns one run.
 
     * `places` maps step numbers to places in the order of saving.
-    * `kept` has the numbers of pinned steps.
+    * `kept` has the numbers of kept steps.
     * `taken` has the numbers that no step can use, because the checkpoint with the name RUN@STEP is
       not a step of this run.
     """
@@ -108,7 +108,7 @@ class SecondTier(Protocol):
         """
 
     def content(self) -> TierContent:
-        """Return the run's steps and pins, and the step numbers taken by other checkpoints."""
+        """Return the run's steps and marks, and the step numbers taken by other checkpoints."""
 
     def place(self, step: int) -> StepPlace | None:
         """Return the place of a step in the order of saving, or None if the tier lacks the step."""
@@ -129,13 +129,13 @@ class SecondTier(Protocol):
         """Check that a step may be deleted.
 
         Raises:
-            PinnedStepError: The step is pinned.
+            KeptStepError: The step is kept.
             NotATrainingError: The step's name stands for a checkpoint that is not a step of this
                 run.
         """
 
     def is_kept(self, step: int) -> bool:
-        """Return whether a step is pinned on this tier."""
+        """Return whether a step is kept on this tier."""
 
     def remove(self, step: int) -> bool:
         """Remove a step durably; return whether this tier had it.
@@ -153,29 +153,29 @@ class SecondTier(Protocol):
             OutdatedError: The step was meanwhile deleted or saved again on one of the tiers.
         """
 
-    def copy_pin(self, step: int, manifest: str) -> bool:
-        """Pin a step if it is pinned on the fast tier and both tiers have it with this manifest.
+    def copy_mark(self, step: int, manifest: str) -> bool:
+        """Keep a step if it is kept on the fast tier and both tiers have it with this manifest.
 
         Returns whether both conditions hold.
         """
 
-    def pin(self, step: int) -> None:
-        """Pin a step on this tier.
+    def keep(self, step: int) -> None:
+        """Keep a step on this tier.
 
         Raises:
             UnknownStepError: This tier does not have the step.
-            NotATrainingError: The name of the step or of its pin stands for another checkpoint.
+            NotATrainingError: The name of the step or of its mark stands for another checkpoint.
         """
 
-    def check_pin(self, step: int) -> None:
-        """Check that the name for the pin of a step is not taken by another checkpoint.
+    def check_mark(self, step: int) -> None:
+        """Check that the name for the mark of a step is not taken by another checkpoint.
 
         Raises:
             NotATrainingError: Another checkpoint has the name.
         """
 
-    def unpin(self, step: int) -> None:
-        """Remove the pin of a step durably; do nothing if the step is not pinned.
+    def unkeep(self, step: int) -> None:
+        """Remove the mark of a step durably; do nothing if the step is not kept.
 
         Call this method inside `with self.naming():`.
         """
@@ -325,7 +325,7 @@ class StoreTier:
             raise OutdatedError
         check_replaceable(self._objects, self._run, step)
 
-    def copy_pin(self, step: int, manifest: str) -> bool:
+    def copy_mark(self, step: int, manifest: str) -> bool:
         # docstring inherited
         near, name = self._fast.handle.objects, step_name(self._run, step)
 
@@ -333,7 +333,7 @@ class StoreTier:
             held = None
             with suppress(StoreError):
                 held = self._objects.ref(name)
-            # A pin of an earlier state than this tier's is a pin of nothing that counts.
+            # A mark of an earlier state than this tier's is a mark of nothing that counts.
             return step in kept_steps(near, self._run) and held == manifest
 
         def check() -> None:
@@ -343,21 +343,21 @@ class StoreTier:
         with self._second.handle.locked():
             if not is_to_be():
                 return False
-            check_pin(self._objects, self._run, step)
-            pin = step_name(self._run, step, kept=True)
-            self._objects.set_ref(pin, manifest, replace=True, check_name=check)
+            check_mark(self._objects, self._run, step)
+            mark = step_name(self._run, step, kept=True)
+            self._objects.set_ref(mark, manifest, replace=True, check_name=check)
             return True
 
-    def pin(self, step: int) -> None:
+    def keep(self, step: int) -> None:
         # docstring inherited
         with self._second.handle.locked():
-            pin_step(self._objects, self._run, step)
+            keep_step(self._objects, self._run, step)
 
-    def check_pin(self, step: int) -> None:
+    def check_mark(self, step: int) -> None:
         # docstring inherited
-        check_pin(self._objects, self._run, step)
+        check_mark(self._objects, self._run, step)
 
-    def unpin(self, step: int) -> None:
+    def unkeep(self, step: int) -> None:
         # docstring inherited
         unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
 
