@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from processes import core_only
 from store_runs.stores import noise, safetensors, u8, write
 from tensor_dedup import Store
-from tensor_dedup.cli import main
+from tensor_dedup.cli import VERBS, main
 from tensor_dedup.training import CheckpointStore
 
 BASH = """
@@ -59,6 +60,23 @@ def completed(words: str, last: str) -> list[str]:
 )
 def test_bash_completes_verbs_options_and_names(words: str, last: str, expected: list[str]) -> None:
     assert completed(words, last) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tensor-dedup", ""], list(VERBS)),
+        (["tensor-dedup", "su"], ["substitute"]),
+        (["tensor-dedup", "substitute", "--lay"], ["--layers"]),
+        (["tensor-dedup", "help", "runs", "pr"], ["prune"]),
+    ],
+)
+def test_completion_works_where_no_extra_is_installed(
+    words: list[str], expected: list[str]
+) -> None:
+    done = core_only.completed(words)
+    assert (done.status, done.err) == (0, "")
+    assert [line.partition(",")[2] for line in done.out.splitlines()] == expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -20,7 +20,8 @@ from tensor_dedup.cli import VERBS, main
 from tensor_dedup.digest import digest
 from tensor_dedup.training import CheckpointStore
 
-# What each can end with, Ctrl-C apart where nothing is asked: `tests/cli/test_main.py` has that.
+# What each can end with, but for Ctrl-C where nothing is asked and for a reader that went away:
+# `tests/cli/test_main.py` has these.
 _ALL = frozenset({0, 1, 2})
 _REMOTE = frozenset({0, 1, 2, 3})
 STATUSES = {
@@ -32,6 +33,7 @@ STATUSES = {
     "doctor": {0, 1},
     "stats": {0, 1},
     "completion": {0, 2},
+    "help": {0, 2},
     "find": {0, 2},
     "rename": {0, 2},
     "delete": {0, 2, 4, 130},
@@ -106,6 +108,10 @@ WITH_STORE = [
     ("plan --models bad.toml --nodes 1 --memory 1M", 1),
     ("completion bash", 0),
     ("completion tcsh", 2),
+    ("help", 0),
+    ("help remote gc", 0),
+    ("help nope", 2),
+    ("help list nope", 2),
 ]
 WITHOUT_STORE = [
     *((verb, 0) for verb in ("list", "stats", "gc", "du")),
@@ -339,7 +345,9 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize(("answer", "expected"), [("n\n", 4), ("y\n", 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("answer", "expected"), [("n\n", 4), ("y\n", 0), ("\x04", 2), (signal.SIGINT, 130)]
+)
 @pytest.mark.parametrize(("before", "question", "there"), PROMPTS)
 def test_at_a_prompt(
     here: Path,
@@ -377,7 +385,7 @@ def test_every_status_of_every_verb_is_tried() -> None:
 
 def test_the_documentation_and_the_help_have_the_table() -> None:
     table = {int(code) for code in re.findall(r"^\| (\d+) \| ", PAGE.read_text(), re.MULTILINE)}
-    assert table == {0, 1, 2, 3, 4, 130}
+    assert table == {0, 1, 2, 3, 4, 130, 141}
     text = CliRunner().invoke(main, ["--help"]).stdout
     assert all(re.search(rf"\b{code}\b", text) for code in table)
 

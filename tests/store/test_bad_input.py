@@ -41,6 +41,7 @@ from tensor_dedup.store.errors import (
     ExportTargetError,
     NameTakenError,
     NewerFormatError,
+    NoStoreError,
     NotAStoreError,
     StoreAccessError,
     StoreBusyError,
@@ -50,6 +51,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames, manifests, tables
+from tensor_dedup.store.format.layout import FOLDERS
 from tensor_dedup.store.format.manifests import FileEntry, Piece
 from tensor_dedup.store.format.tables import Record, Table
 
@@ -248,6 +250,16 @@ def test_alien_files_are_named_and_stop_gc_only(store: Store) -> None:
         assert checkpoint.read("t")
 
 
+@pytest.mark.parametrize("made", [1, 3])
+def test_a_store_that_was_never_finished_is_none_for_repair_too(made: int, tmp_path: Path) -> None:
+    for folder in FOLDERS[:made]:
+        (tmp_path / "begun" / folder).mkdir(parents=True)
+    for mend in (False, True):
+        with pytest.raises(NoStoreError, match="there is no store yet"):
+            Store.open(tmp_path / "begun", create=False, mend=mend)
+    assert Store.open(tmp_path / "begun").list() == []
+
+
 def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
     for act in (store.checkpoint, store.delete, lambda n: store.export(n, tmp_path / "out")):
         with pytest.raises(UnknownNameError, match="tensor-dedup list"):
@@ -256,7 +268,7 @@ def test_what_is_not_there(store: Store, tmp_path: Path) -> None:
         with pytest.raises(UnknownTensorError, match="no tensor 'u'"):
             checkpoint.read("u")
         for start, stop in ((-1, 2), (3, 2), (0, 100 * KIB + 1)):
-            with pytest.raises(BadRangeError):
+            with pytest.raises(BadRangeError, match=r"give 0 <= start <= stop <= 102400$"):
                 checkpoint.read_range("t", start, stop)
     with pytest.raises(ClosedCheckpointError):
         checkpoint.read("t")
@@ -291,8 +303,16 @@ def test_the_same_again_is_unchanged_unless_it_cannot_be_read(
 
 @pytest.mark.parametrize("hours", [-1.0, float("nan")])
 def test_a_grace_is_not_negative(store: Store, hours: float) -> None:
-    with pytest.raises(BadRangeError):
+    with pytest.raises(
+        BadRangeError, match=r"grace_hours is .*; give a number of hours, 0 or more$"
+    ):
         store.gc(hours)
+
+
+@pytest.mark.parametrize("sample", [-0.5, 2, float("nan")])
+def test_a_sample_is_a_share(store: Store, sample: float) -> None:
+    with pytest.raises(BadRangeError, match=r"sample is .*; give a share from 0\.0 to 1\.0$"):
+        store.verify(sample=sample)
 
 
 def test_bad_checkpoints_leave_no_trace(store: Store, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -27,6 +27,7 @@ from tensor_dedup.suggestions import nearest
 
 # As shells say it.
 INTERRUPTED: Final = 128 + signal.SIGINT
+READER_GONE: Final = 128 + signal.SIGPIPE
 _WHOLE: Final = 1000
 _HYPHEN: Final = "\ue000"  # of no text
 _HINT: Final = re.compile(r"`(tensor-dedup ([a-z]+)[^`]*)`")
@@ -46,6 +47,7 @@ VERBS: Mapping[str, str] = {
     "export": "Write a stored checkpoint's files, byte for byte.",
     "find": "Find the checkpoints that hold a tensor, by its digest.",
     "gc": "Free the space that no stored checkpoint uses.",
+    "help": "Show the help of a verb.",
     "import": "Import a checkpoint into the store; each distinct tensor is kept once.",
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
@@ -76,7 +78,14 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Runs": ("runs",),
     "Remotes": ("push", "pull", "remote"),
     "Memory": ("serve", "status", "top", "pin", "unpin", "evict", "stop"),
-    "Other": ("doctor", "completion"),
+    "Other": ("doctor", "completion", "help"),
+}
+# Verbs of other programs that look like none of ours, and what does that here.
+_MEANT: Final[Mapping[str, tuple[str, ...]]] = {
+    "compare": ("diff", "analyze"),
+    "info": ("show",),
+    "prune": ("gc", "runs prune"),
+    "rm": ("delete",),
 }
 # Verbs whose hints are about the store of the command that gives them. A push is not: it is from a
 # store that has what is lacking here.
@@ -93,6 +102,7 @@ _COMMANDS: Mapping[str, str] = {
     "export": "tensor_dedup.cli.store:export",
     "find": "tensor_dedup.cli.contents:find",
     "gc": "tensor_dedup.cli.store:gc",
+    "help": "tensor_dedup.cli.help:command",
     "import": "tensor_dedup.cli.store:import_",
     "list": "tensor_dedup.cli.store:list_",
     "pin": "tensor_dedup.cli.manager:pin",
@@ -172,7 +182,7 @@ def data_errors() -> Iterator[None]:
         said = repeating_given(_one_line(error), error.facts.get("path", ""))
         raise _FAILURES[error.exit_status](said) from error
     except BrokenPipeError:
-        raise  # `| head` has seen enough: click ends the command without a message
+        raise  # `| head` has seen enough, which `Program` ends without a message
     except UnicodeEncodeError as error:
         what = f"{error.object!a} has no form in this locale ({error.encoding}); "
         raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
@@ -293,8 +303,9 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         verbs = self.list_commands(ctx)
         if args[0] not in verbs and not args[0].startswith("-") and not ctx.resilient_parsing:
-            near = nearest(args[0], verbs, most=1)
-            more = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(verbs)}."
+            meant = [each for each in _MEANT.get(args[0], ()) if each.split()[0] in verbs]
+            near = " or ".join(map(repr, meant or nearest(args[0], verbs, most=1)))
+            more = f"did you mean {near}?" if near else f"there are {', '.join(verbs)}."
             ctx.fail(f"no verb {args[0]!r}; {more}")
         verb, command, rest = super().resolve_command(ctx, args)
         if command is not None:
@@ -314,10 +325,35 @@ def _use_what_streams_can_show() -> None:
             stream.reconfigure(encoding="ascii" if plain else None, errors="backslashreplace")
 
 
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """End the program as SIGPIPE would, with 141 and without a message, if its pipe was closed."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # now, and not when nothing can answer an error any more
+    except BrokenPipeError:
+        # What is still in the buffers goes nowhere, or Python would complain about it at its end.
+        with Path(os.devnull).open("wb") as nowhere:
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError):  # it may be no file
+                    os.dup2(nowhere.fileno(), stream.fileno())
+        raise click.exceptions.Exit(READER_GONE) from None
+
+
 class Program(Verbs):
     """A click group that ends with one line and an exit status on errors and on Ctrl-C."""
 
+    def make_context(self, *args: Any, **more: Any) -> click.Context:
+        with _reader_may_leave():  # `--help` is printed here
+            return super().make_context(*args, **more)
+
     def invoke(self, ctx: click.Context) -> object:
+        with _reader_may_leave():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> object:
         _use_what_streams_can_show()
         try:
             with data_errors():
@@ -377,5 +413,6 @@ def main() -> None:
     """One copy of every tensor that several models have in common.
 
     Exit status: 0 all is well, 1 something is wrong with the data, 2 wrong use,
-    3 nobody to talk to, 4 declined at a prompt, 130 interrupted.
+    3 nobody to talk to, 4 declined at a prompt, 130 interrupted, 141 the reader
+    of the output went away.
     """

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tensor_dedup.cli import NobodyThere, WrongUse
 from tensor_dedup.cli.tables import Dotted, counted, fitted
-from tensor_dedup.cli.terminal import console, json_option, say, short
+from tensor_dedup.cli.terminal import console, json_option, say, screen, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
@@ -363,11 +363,11 @@ def top(every: float, socket: str | None, as_json: bool) -> None:
             overview = admin.overview()
             say(document(overview, on_device(admin)), as_json)
             return
-        console = Console()
-        live = Live(console=console, auto_refresh=False, screen=console.is_terminal)
+        out = screen()
+        live = Live(console=out, auto_refresh=False, screen=out.is_terminal)
         with live, _keys() as quits:
             while True:
-                live.update(_screen(console, admin), refresh=True)
+                live.update(_screen(out, admin), refresh=True)
                 if quits(every):
                     return
 

@@ -1,6 +1,6 @@
 """`tensor-dedup substitute`: a fine-tune with chosen layers of its base."""
 
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from rich.table import Table
@@ -10,8 +10,10 @@ from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.tables import Dotted, counted
 from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.planning.substitution import Substitution, substitute
 from tensor_dedup.text_table import human
+
+if TYPE_CHECKING:
+    from tensor_dedup.planning.substitution import Substitution
 
 
 @click.command(name="substitute")
@@ -60,6 +62,8 @@ def command(
     with --samples as well, layers that change the outputs least. The metadata of the new files
     names the tensors that come from BASE.
     """
+    from tensor_dedup.planning.substitution import substitute  # it needs torch; the help does not
+
     with ByteBar("hashing") as progress:
         found = substitute(
             base,
@@ -100,7 +104,7 @@ def _texts(samples: TextIO | None) -> list[str]:
     return texts
 
 
-def _movement(found: Substitution) -> str:
+def _movement(found: "Substitution") -> str:
     if all(layer.distance == 0 for layer in found.layers):
         return "Nothing changed: it computes what TUNE does."
     if found.outputs is None:
@@ -115,7 +119,7 @@ def _movement(found: Substitution) -> str:
     return moved + "."
 
 
-def _layers(found: Substitution) -> Table:
+def _layers(found: "Substitution") -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("from BASE")
     table.add_column("tensors", justify="right", no_wrap=True)

@@ -36,10 +36,20 @@ def short(path: Path) -> str:
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the error that rich handles here: `Program` ends all verbs alike
+
+
+def screen() -> Console:
+    """Return a console on stdout that has the terminal's width."""
+    return _Output()
+
+
 def console() -> Console:
     """Return a console for tables. Lines are not wrapped if stdout is not a terminal."""
-    found = Console()
-    return found if found.is_terminal else Console(width=_WIDE)
+    found = screen()
+    return found if found.is_terminal else _Output(width=_WIDE)
 
 
 def error_lines(message: str) -> str:
@@ -110,16 +120,19 @@ def ask(question: str, yes: bool) -> None:
 
     Raises:
         Declined: The user does not agree.
-        WrongUse: Stdin is not a terminal.
+        WrongUse: Nobody can answer: stdin is not a terminal, or ends.
     """
     if yes:
         return
+    unanswered = WrongUse(f"{question} Refusing without confirmation; pass --yes.")
     if not sys.stdin.isatty():
-        raise WrongUse(f"{question} Refusing without confirmation; pass --yes.")
+        raise unanswered
     lines = wrapped(question, Console(stderr=True).width - len(" [y/N]: "))
     try:
         agreed = click.confirm("\n".join(lines), err=True)
-    except click.Abort:  # which is what click makes of Ctrl-C
+    except click.Abort as error:  # which is what click makes of Ctrl-C, and of Ctrl-D
+        if isinstance(error.__context__, EOFError):
+            raise unanswered from None
         raise KeyboardInterrupt from None
     if not agreed:
         raise Declined("declined; nothing was changed")

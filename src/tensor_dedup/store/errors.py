@@ -113,11 +113,10 @@ class BadDigestError(AdvisedError):
     advice = "give 4 to 64 hex digits, as `tensor-dedup show` and `analyze` print them"
 
 
-class BadRangeError(AdvisedError):
+class BadRangeError(StoreError):
     """An argument is outside its range: a range of bytes, a share or a number of hours."""
 
     exit_status = WRONG_USE
-    advice = "give 0 <= start <= stop <= nbytes"
 
 
 class ExportTargetError(AdvisedError):

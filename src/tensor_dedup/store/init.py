@@ -82,7 +82,7 @@ def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
     if files.status(layout.marker) is not None:
         _check_marker(store, mend=mend)
         return
-    if not names:  # nor is there anything to mend
+    if begun:  # nor is there anything to mend
         raise NoStoreError.at(layout.root, "there is no store yet")
     raise NotAStoreError.at(layout.root, "it holds other files, and no store")
 

@@ -460,7 +460,11 @@ class LocalStore:
             BadRangeError: `grace_hours` is negative.
         """
         if not grace_hours >= 0:
-            raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
+            raise BadRangeError(
+                f"{self.path}: grace_hours is {grace_hours}; give a number of hours, 0 or more",
+                path=str(self.path),
+                grace_hours=grace_hours,
+            )
         with (
             os_errors(self.path),
             sweep(self.handle.files, self.handle.objects.layout, wait_s=wait_s),
@@ -487,7 +491,11 @@ class LocalStore:
         """
         share = 1.0 if full else sample or 0.0
         if not 0 <= share <= 1:
-            raise BadRangeError.at(self.path, f"a sample of {share}")
+            raise BadRangeError(
+                f"{self.path}: sample is {share}; give a share from 0.0 to 1.0",
+                path=str(self.path),
+                sample=share,
+            )
         with self.handle.session() as (index, hasher):
             level = Level(share, seed)
             return verify(self.handle.objects, index, hasher, level, progress or SilentListener())

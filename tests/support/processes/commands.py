@@ -17,18 +17,27 @@ from pathlib import Path
 
 import click
 
+_CLOSED = "a closed pipe"
+
 
 def run(
-    *arguments: str | Path, environ: Mapping[str, str] | None = None, cwd: Path | None = None
+    *arguments: str | Path,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    reader_gone: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """What `subprocess.run` of `tensor-dedup` with these arguments gives, with no input."""
+    """What `subprocess.run` of `tensor-dedup` with these arguments gives, with no input.
+
+    With `reader_gone`, its output goes into a pipe that nobody reads any more.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     command = [os.fspath(each) for each in arguments]
     with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
         environment = dict(os.environ if environ is None else environ)
-        order = [command, environment, str(cwd or Path.cwd()), out.name, err.name]
+        where = _CLOSED if reader_gone else out.name
+        order = [command, environment, str(cwd or Path.cwd()), where, err.name]
         server.stdin.write(json.dumps(order) + "\n")
         server.stdin.flush()
         status = json.loads(server.stdout.readline())
@@ -77,7 +86,7 @@ def _obey(
     os.environ.update(environment)
     os.chdir(folder)
     for number, name in enumerate((os.devnull, out, err)):
-        opened = os.open(name, os.O_RDWR | os.O_APPEND)
+        opened = _closed_pipe() if name == _CLOSED else os.open(name, os.O_RDWR | os.O_APPEND)
         os.dup2(opened, number)
         os.close(opened)
     sys.stdin = open(0)  # noqa: SIM115
@@ -95,6 +104,12 @@ def _obey(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _closed_pipe() -> int:
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("freezing", "dcp", "trainer", "lightning", "deepspeed", "datastates", "ray"),
     ),
     "cli": (
-        *("tables", "page", "run_plot", "terminal", "completion"),
+        *("tables", "page", "run_plot", "terminal", "completion", "help"),
         *("analysis_text", "analysis_tables", "analysis_page", "plan_page", "manager", "store"),
         *("serve", "contents", "remote", "runs", "diff", "analyze", "substitute", "plan"),
         *("doctor", "tensorcas"),

@@ -177,9 +177,9 @@ class StoredCheckpoint(StoredPieces):
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         if not 0 <= start <= stop <= wanted.nbytes:
-            raise BadRangeError.at(
-                f"{self.name}: tensor {wanted.name!r}",
-                f"bytes {start} to {stop} of {wanted.nbytes}",
+            raise BadRangeError(
+                f"{self.name}: tensor {wanted.name!r}: bytes {start} to {stop} of {wanted.nbytes}; "
+                f"give 0 <= start <= stop <= {wanted.nbytes}",
                 start=start,
                 stop=stop,
                 nbytes=wanted.nbytes,
