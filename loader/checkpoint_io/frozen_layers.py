@@ -8,7 +8,7 @@ checkpoint are neither read nor hashed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,12 @@ class _Tensor:
     placed: Placed | None
 
     @classmethod
-    def of(cls, file: SourceFile, prefix: str = "") -> Iterator[_Tensor]:
+    def of(
+        cls, file: SourceFile, prefix: str = "", leave: Collection[str] = ()
+    ) -> Iterator[_Tensor]:
         for name, source, placed in file.named():
+            if name in leave:
+                continue
             dtype, shape = (placed or source.spec).dtype, (placed or source.spec).shape
             place = (file.path, name)
             yield cls(prefix + name, dtype, shape, source.spec.nbytes, place, source, placed)
@@ -98,25 +102,32 @@ class FrozenLayers:
         self._instead = {t.place: old for layer in layers for t, old in layer.pairs}
 
     def _base(self) -> Iterator[_Tensor]:
-        for path, prefix in self._open():
+        for path, prefix, leave in self._open():
             assert self._opening is not None
             file = self._opening.open(path)
             self.files.append(file)
-            yield from _Tensor.of(file, prefix)
+            yield from _Tensor.of(file, prefix, leave)
 
-    def _open(self) -> list[tuple[Path, str]]:
-        """Open the base; return the paths of its files, with what precedes the names in them."""
+    def _open(self) -> list[tuple[Path, str, Collection[str]]]:
+        """Open the base; return the paths of its files, with what precedes the names in them.
+
+        With each path come the names of tensors in the file for which the index names another.
+        """
         base, trust = self.wanted.base, self._trust
         if base.startswith(STORE_SCHEME):
             checkout = resolve(base, self._config.store_folder, self._config.remote)
             store = LocalStore.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)
-            return [(Path(checkout.folder, name), "") for name in checkout.weights]
+            folder = Path(checkout.folder)
+            with store.checkpoint(checkout.name) as stored:
+                copies = [(folder / each.file, each.tensor) for each in stored.not_indexed]
+            paths = [folder / name for name in checkout.weights]
+            return [(p, "", {name for file, name in copies if file == p}) for p in paths]
         checkpoint = open_checkpoint(locate(base), follow_links=True)
         behind = store_behind(self._config)
         algorithm = self._config.hash_algorithm
         self._opening = FromDisk(HintIndex(), algorithm, trust=trust, store=behind)
-        return [(file.path, file.prefix) for file in checkpoint.files]
+        return [(file.path, file.prefix, file.superseded) for file in checkpoint.files]
 
     def source(
         self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
@@ -182,8 +193,10 @@ def taken_plainly(
         UnsupportedError: The function was called for a tensor that the base model stores as a view
             of another one.
     """
-    ours = [opening.open(path) for path in files]
+    ours: list[SourceFile] = []
     try:
+        for path in files:
+            ours.append(opening.open(path))
         frozen.choose(ours)
         named = {name: (file, source) for file in ours for name, source, _ in file.named()}
 

@@ -56,7 +56,7 @@ def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
                 path=str(file.path),
             )
         held = load_file(file.path)
-        found |= {file.prefix + key: tensor for key, tensor in held.items()}
+        found |= {file.prefix + spec.name: held[spec.name] for spec in file.tensors}
     return found
 
 

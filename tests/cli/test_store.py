@@ -98,6 +98,30 @@ def test_files_that_are_left_out_are_named_with_the_reason(shell: Shell) -> None
     assert both.count("left out") == 2
 
 
+def test_copies_that_the_index_does_not_name_are_said(shell: Shell) -> None:
+    first, overlay = "model-00001-of-00001.safetensors", "overlay.safetensors"
+    where = {"a": first, "norm": overlay}
+    files = {
+        first: safetensors(u8(a=noise(1, KIB), norm=noise(2, KIB))),
+        overlay: safetensors(u8(norm=noise(3, KIB))),
+        "model.safetensors.index.json": json.dumps({"weight_map": where}).encode(),
+    }
+    folder = write(shell.root / "overlay", files)
+    line = f"1 tensor that the index does not name, in {first}; it differs from what the index"
+    for arguments in (["import", folder], ["analyze", folder], ["show", "overlay"]):
+        assert f"{line} names: norm\n" in shell.run(*arguments).stdout
+    copies = [{"tensor": "norm", "file": first, "differs": True}]
+    assert shell.document("import", folder)["not_indexed"] == copies
+    found = shell.document("analyze", folder, "store://overlay")
+    assert [each["not_indexed"] for each in found["checkpoints"]] == [copies, copies]
+    shown = shell.document("show", "overlay")
+    assert [each["name"] for each in shown["tensors"]] == ["a", "norm"]
+    assert shown["not_indexed"] == copies
+    assert shell.document("diff", folder, "overlay")["changed"] == []
+    command = [str(COMMAND), "cat", "overlay", "norm", "--store", str(shell.store)]
+    assert noise(3, KIB) in subprocess.run(command, capture_output=True, check=True).stdout
+
+
 def test_people_get_text(shell: Shell) -> None:
     cases: list[tuple[str, list[str | Path], str]] = [
         ("import", [shell.root / "m"], "new 90."),

@@ -471,6 +471,37 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_the_index_says_which_of_two_tensors_counts(tmp_path: Path) -> None:
+    write(tmp_path / A, "a", "b", "c")
+    write(tmp_path / B, "c", "b", dtype="I8")
+    write_index(tmp_path / INDEX, {"a": A, "b": B, "c": A})
+    for path in (tmp_path, tmp_path / INDEX):
+        opened = open_checkpoint(path)
+        found = [(name, file.path.name, spec.dtype) for name, file, spec in opened.tensors()]
+        assert found == [("a", A, "U8"), ("c", A, "U8"), ("b", B, "I8")]
+        assert (opened.nbytes, opened.tensor_count) == (12, 3)
+        copies = [(name, opened.relative(file)) for name, file, _ in opened.not_indexed()]
+        assert copies == [("b", A), ("c", B)]
+        assert [len(file.header.tensors) for file in opened.files] == [3, 2]
+
+
+def test_indexes_that_disagree_about_a_tensor_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / A, "a")
+    write(tmp_path / B, "a")
+    write_index(tmp_path / INDEX, {"a": A})
+    write_index(tmp_path / "other.safetensors.index.json", {"a": B})
+    with refused(CheckpointFault.REPEATED_TENSOR, match="tensor 'a'"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_in_two_shards_that_the_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / A, "a", "z")
+    write(tmp_path / B, "b", "z")
+    write_index(tmp_path / INDEX, {"a": A, "b": B})
+    with refused(CheckpointFault.REPEATED_TENSOR, match="tensor 'z'"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_liar_among_shards_is_named(tmp_path: Path) -> None:
     sharded(tmp_path)
     os.truncate(tmp_path / B, (tmp_path / B).stat().st_size - 1)

@@ -209,6 +209,25 @@ def test_shards_links_and_other_files(base: Path, tune: Path, tmp_path: Path) ->
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".partial")]
 
 
+def test_a_copy_that_the_index_does_not_name_stays_what_it_is(
+    base: Path, tune: Path, tmp_path: Path
+) -> None:
+    held = safetensors.torch.load_file(tune / "model.safetensors")
+    overlaid, old = "model.layers.1.mlp.weight", torch.zeros(32, 16, dtype=torch.bfloat16)
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    first, second = "model-00001-of-00001.safetensors", "overlay.safetensors"
+    safetensors.torch.save_file(held | {overlaid: old}, overlay / first)
+    safetensors.torch.save_file({overlaid: held[overlaid]}, overlay / second)
+    where = dict.fromkeys(held, first) | {overlaid: second}
+    index = json.dumps({"metadata": {}, "weight_map": where})
+    (overlay / "model.safetensors.index.json").write_text(index)
+    substitute(base, overlay, tmp_path / "out", layers="1")
+    taken = safetensors.torch.load_file(base / "model.safetensors")[overlaid]
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / first)[overlaid], old)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / second)[overlaid], taken)
+
+
 def test_the_file_says_which_tensors_come_from_which_base(
     base: Path, tune: Path, tmp_path: Path
 ) -> None:

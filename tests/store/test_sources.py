@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from files.refusals import refused
 from store_runs.stores import (
@@ -25,6 +26,7 @@ from store_runs.stores import (
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.digests import read_digests
+from tensor_dedup.digest import digest as hashed
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -91,6 +93,82 @@ def test_a_file_is_taken_once_however_indexes_name_it(
     assert content(tmp_path / "out") == dict(files)
     assert_clean(store, {"m": dict(files)})
     assert analyze([tmp_path / "m"]).checkpoints[0].nbytes == 3 * KIB
+
+
+def test_the_index_says_which_of_two_tensors_counts(store: Store, tmp_path: Path) -> None:
+    """As in an overlay: a shard is as it was, and another file has a new tensor of its name."""
+    old, new = noise(1, KIB), noise(2, KIB)
+    files = {
+        A: safetensors(u8(a=noise(3, KIB), b=noise(4, KIB), norm=old)),
+        "overlay.safetensors": safetensors(u8(norm=new, b=noise(4, KIB))),
+        INDEX: index(a=A, b=A, norm="overlay.safetensors"),
+    }
+    folder = write(tmp_path / "m", files)
+    result = store.import_(folder)
+    assert (result.tensors, result.files) == (3, 3)
+    copies = [(each.tensor, each.file, each.differs) for each in result.not_indexed]
+    assert copies == [("norm", A, True), ("b", "overlay.safetensors", False)]
+    with store.checkpoint("m") as checkpoint:
+        assert {tensor.name for tensor in checkpoint} == {"a", "b", "norm"}
+        assert checkpoint.read("norm") == new
+        assert checkpoint.not_indexed == result.not_indexed
+    assert bytes(store.load("m")["norm"].numpy()) == new
+    store.export("m", tmp_path / "out")
+    assert content(tmp_path / "out") == files
+    found = analyze([folder, "store://m"], store=store.path)
+    assert [len(each.tensors) for each in found.checkpoints] == [3, 3]
+    assert found.pairs[0].shared_tensors == 3
+    assert {each.not_indexed for each in found.checkpoints} == {result.not_indexed}
+    places = {place.tensor: place.digest for place in store.find(checkpoint["norm"].digest)}
+    assert places == {"norm": checkpoint["norm"].digest}
+    assert store.find(hashed(old)) == []
+    # The same folder is the same checkpoint, and mends it.
+    assert store.import_(folder).unchanged
+    assert store.expected_manifest(folder, lambda path, fd: {}) == result.manifest
+    (lost,) = (store.path / "manifests").glob(f"*/{result.manifest}")
+    lost.unlink()
+    assert store.repair([folder]).manifests == 1
+    with store.checkpoint("m") as checkpoint:
+        assert checkpoint.read("norm") == new
+
+
+def test_the_index_says_which_of_two_tensors_of_torch_save_counts(
+    store: Store, tmp_path: Path
+) -> None:
+    one, two = (f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2))
+    folder = write(tmp_path / "m", {})
+    folder.mkdir(exist_ok=True)
+    head, norm = torch.arange(8.0), torch.ones(4)
+    torch.save({"embed": head, "head": head, "norm": norm}, folder / one)
+    torch.save({"head": head + 1, "norm": norm + 1}, folder / two)
+    where = index(embed=one, head=two, norm=two)
+    write(folder, {"pytorch_model.bin.index.json": where})
+    assert store.import_(folder).tensors == 3
+    loaded = store.load("m")
+    assert torch.equal(loaded["embed"], head)
+    assert torch.equal(loaded["head"], head + 1)
+    assert torch.equal(loaded["norm"], norm + 1)
+    # The other way round, the tied tensor counts.
+    write(folder, {"pytorch_model.bin.index.json": index(embed=one, head=one, norm=two)})
+    store.import_(folder, "tied")
+    assert torch.equal(store.load("tied")["head"], head)
+    # `head` would be a part of what does not count: that is not guessed.
+    torch.save({"embed": head}, folder / two)
+    write(folder, {"pytorch_model.bin.index.json": index(embed=two, head=one, norm=one)})
+    with refused(CheckpointFault.REPEATED_TENSOR, match="embed"):
+        store.import_(folder, "parts")
+
+
+def test_one_file_that_the_index_names_by_two_folders(store: Store, tmp_path: Path) -> None:
+    file, again = "w/x.safetensors", "v/x.safetensors"
+    files = {file: weights("a", "b"), "config.json": b"{}", INDEX: index(a=file, b=again)}
+    folder = write(tmp_path / "m", files)
+    (folder / "v").symlink_to("w")
+    result = store.import_(folder)
+    assert (result.tensors, result.files) == (2, 4)
+    store.export("m", tmp_path / "out")
+    assert content(tmp_path / "out") == {**files, again: files[file]}
+    assert store.import_(tmp_path / "out", "again").manifest == result.manifest
 
 
 def test_repair_does_not_bring_back_a_manifest_that_nobody_can_read(

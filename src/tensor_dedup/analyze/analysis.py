@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +26,7 @@ from tensor_dedup.digest import ALGORITHMS, leaf_places
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.layers.layer_names import natural, split
+from tensor_dedup.formats.left_out import NotIndexed
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
@@ -122,6 +123,7 @@ class Analysis:
                     "leaf_shared_bytes": added.leaf_shared_bytes,
                     "changes": list(why.changes),
                     "left_out": [each.to_dict() for each in checkpoint.left_out],
+                    "not_indexed": [each.to_dict() for each in checkpoint.not_indexed],
                     "layers": [
                         {
                             "name": layer.name,
@@ -301,7 +303,22 @@ def _measure(
         if len(leaves) < len(places):
             leaves = ()
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
-    return Measured(path, tensors, small, _markers(checkpoint), checkpoint.left_out())
+    copies = tuple(_not_indexed(checkpoint, digests))
+    return Measured(path, tensors, small, _markers(checkpoint), checkpoint.left_out(), copies)
+
+
+def _not_indexed(checkpoint: Checkpoint, digests: Digests) -> Iterator[NotIndexed]:
+    copies = list(checkpoint.not_indexed())
+    wanted = {name for name, _, _ in copies}
+    counted = {
+        name: (spec.dtype, spec.shape, digests.by_file[file.path].get((spec.start, spec.nbytes)))
+        for name, file, spec in checkpoint.tensors()
+        if name in wanted
+    }
+    for name, file, spec in copies:
+        found = digests.by_file[file.path].get((spec.start, spec.nbytes))
+        differs = (spec.dtype, spec.shape, found) != counted.get(name)
+        yield NotIndexed(name, checkpoint.relative(file), differs)
 
 
 def _markers(checkpoint: Checkpoint) -> list[Marker]:

@@ -129,7 +129,8 @@ def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: i
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
             leaves = _leaves(checkpoint, tensor)
             tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes, leaves))
-    return Measured(shown, tensors, small)
+        copies = checkpoint.not_indexed
+    return Measured(shown, tensors, small, not_indexed=copies)
 
 
 def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tensor_dedup.formats.left_out import LeftOut
+from tensor_dedup.formats.left_out import LeftOut, NotIndexed
 from tensor_dedup.formats.markers import Marker
 from tensor_dedup.types import Fingerprint
 
@@ -40,7 +40,8 @@ class Measured:
 
     `tensors` are the tensors of at least the minimum size, and `small` has the names of all smaller
     ones. `markers` are the checkpoint's claims that tensors come from another checkpoint.
-    `left_out` has the files of its folder that are not part of it.
+    `left_out` has the files of its folder that are not part of it, and `not_indexed` the copies of
+    tensors that the index does not name.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Measured:
     small: Sequence[str] = ()
     markers: Sequence[Marker] = ()
     left_out: Sequence[LeftOut] = ()
+    not_indexed: Sequence[NotIndexed] = ()
 
     @property
     def nbytes(self) -> int:

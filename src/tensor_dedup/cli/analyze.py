@@ -151,7 +151,7 @@ def show_analysis(
         _say_reading(analysis, console)
     for checkpoint, label in zip(analysis.checkpoints, labels, strict=True):
         start = f"{printable(label)}: " if len(labels) > 1 else ""
-        for line in described(checkpoint.left_out):
+        for line in described(checkpoint.left_out, checkpoint.not_indexed):
             console.print(Text(start + printable(line)), soft_wrap=True)
     for marker in analysis.markers:
         console.print(_marked(marker))

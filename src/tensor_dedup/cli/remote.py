@@ -30,6 +30,7 @@ from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
 from tensor_dedup.remote.urls import is_url
 from tensor_dedup.store.errors import NoStoreError
+from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.text_table import human
 
@@ -274,7 +275,7 @@ def show(url: str, name: str, as_json: bool) -> None:
         _show_run(remote, name, steps, as_json)
         return
     found = remote.read(name)
-    tensors = [piece for piece in found.pieces if piece.name is not None]
+    tensors = list(named_tensors(found.content, found.pieces))
     document = {
         "name": name,
         "manifest": found.manifest,
@@ -282,13 +283,13 @@ def show(url: str, name: str, as_json: bool) -> None:
         "files": [{"path": file.path, "bytes": file.nbytes} for file in found.content.files],
         "tensors": [
             {
-                "name": piece.name,
+                "name": tensor,
                 "dtype": piece.dtype,
                 "shape": [*(piece.shape or ())],
                 "bytes": piece.nbytes,
                 "digest": piece.digest.hex(),
             }
-            for piece in tensors
+            for tensor, piece in tensors
         ],
     }
     if as_json:
@@ -303,12 +304,12 @@ def show(url: str, name: str, as_json: bool) -> None:
         [],
     )
     columns = {
-        "dtype": [printable(piece.dtype or "-") for piece in tensors],
-        "shape": ["x".join(map(str, piece.shape or ())) or "-" for piece in tensors],
-        "size": [human(piece.nbytes) for piece in tensors],
-        "digest": [piece.digest.hex()[:_DIGITS] for piece in tensors],
+        "dtype": [printable(piece.dtype or "-") for _, piece in tensors],
+        "shape": ["x".join(map(str, piece.shape or ())) or "-" for _, piece in tensors],
+        "size": [human(piece.nbytes) for _, piece in tensors],
+        "digest": [piece.digest.hex()[:_DIGITS] for _, piece in tensors],
     }
-    names = [piece.name or "" for piece in tensors]
+    names = [tensor for tensor, _ in tensors]
     table, left_out = fitted(out, "tensor", names, columns, ["digest", "dtype"])
     say_lines(f"{name}: {human(found.content.nbytes)}, {counted(len(tensors), 'tensor')}")
     if found.content.files:

@@ -265,7 +265,7 @@ def import_(
 def _import_lines(result: ImportResult) -> list[str]:
     if result.unchanged:
         unchanged = f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"
-        return [unchanged, *described(result.left_out)]
+        return [unchanged, *described(result.left_out, result.not_indexed)]
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
     ]
@@ -286,7 +286,7 @@ def _import_lines(result: ImportResult) -> list[str]:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")
         lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
-    return lines + described(result.left_out)
+    return [*lines, *described(result.left_out, result.not_indexed)]
 
 
 def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:
@@ -465,6 +465,7 @@ def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
         out.print(table)
         if left_out:
             say_lines(left_out)
+        say_lines(*described((), checkpoint.not_indexed))
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -474,6 +475,7 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
         "manifest": checkpoint.manifest,
         "bytes": checkpoint.nbytes,
         "files": [{"path": file.path, "bytes": file.nbytes} for file in checkpoint.files],
+        "not_indexed": [each.to_dict() for each in checkpoint.not_indexed],
         "tensors": [
             {
                 "name": tensor.name,

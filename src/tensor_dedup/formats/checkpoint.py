@@ -19,12 +19,13 @@ file called `.bin`, `.pt`, `.pth` or `.ckpt` that torch.save has not written, wh
 weights: anything may be called so. `Checkpoint.left_out` names what is left out.
 
 An index may name shards in sub-folders. Their tensors keep the names in the index, and no other
-file of those folders is read. Each file is read once, however many indexes name it.
+file of those folders is read. Each file is read once, however many indexes name it. Where several
+shards hold a tensor of one name, as in an overlay, the index says which of them counts.
 """
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
@@ -60,6 +61,7 @@ from tensor_dedup.formats.weights import (
     PYTORCH_SUFFIXES,
     SAFETENSORS_SUFFIX,
     Header,
+    members_in,
     names_in,
     read_header,
 )
@@ -75,11 +77,21 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """A weight file of a checkpoint; `prefix` is its sub-folder ("unet/"), or "" at the top."""
+    """A weight file of a checkpoint; `prefix` is its sub-folder ("unet/"), or "" at the top.
+
+    `superseded` maps names of tensors in the file that do not count to the file whose tensor of
+    that name does, because the index names that file.
+    """
 
     path: Path
     prefix: str
     header: Header
+    superseded: Mapping[str, Path] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> Iterator[TensorSpec]:
+        """The tensors of the file that count, in the order of the file."""
+        return (spec for spec in self.header.tensors if spec.name not in self.superseded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +110,34 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of all tensors, without headers."""
+        """The size in bytes of all tensors that count, without headers."""
         return sum(spec.nbytes for _, _, spec in self.tensors())
 
     @property
     def tensor_count(self) -> int:
-        """The number of tensors in all files."""
-        return sum(len(file.header.tensors) for file in self.files)
+        """The number of tensors that count."""
+        return sum(1 for _ in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
-        """Yield each tensor's full name, file and spec, file by file, in the order of each file."""
+        """Yield each tensor's full name, file and spec, file by file, in the order of each file.
+
+        Copies of a tensor that the index does not name are left out; `not_indexed` yields them.
+        """
+        for file in self.files:
+            for spec in file.tensors:
+                yield file.prefix + spec.name, file, spec
+
+    def not_indexed(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
+        """Yield the copies of tensors that do not count, as `tensors` yields those that do."""
         for file in self.files:
             for spec in file.header.tensors:
-                yield file.prefix + spec.name, file, spec
+                if spec.name in file.superseded:
+                    yield file.prefix + spec.name, file, spec
+
+    def relative(self, file: CheckpointFile) -> str:
+        """Return the path of one of `files` within the checkpoint's folder, with `/`."""
+        root = self.path if self.path.is_dir() else self.path.parent
+        return file.path.relative_to(root).as_posix()
 
     def why_left_out(self, path: str) -> LeftOutReason | None:
         """Return why a file of the folder that is none of `files` is left out.
@@ -156,8 +183,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
     folder = root if root.is_dir() else root.parent
     links = ANYWHERE if follow_links or alone else LinkBoundary.around(folder)
     found = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
-    _refuse_repeated(found.files)
-    return Checkpoint(root, tuple(found.files), links, frozenset(found.not_weights))
+    files = found.superseding()
+    _refuse_repeated(files)
+    return Checkpoint(root, tuple(files), links, frozenset(found.not_weights))
 
 
 def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
@@ -217,8 +245,8 @@ class _OpenFiles:
     `not_weights` has the files that are left out because of their content, by relative path, and
     what is wrong with them as weights. With `whole`, there are none: all files are needed.
 
-    A file is known by its folder, as the file system identifies it, and its name there. What a link
-    leads to does not identify it: in a hub cache equal files of two components are one blob.
+    A file is known by its path. What a link leads to does not identify it: in a hub cache equal
+    files of two components are one blob, and an index may name one file by two folders.
     """
 
     def __init__(self, links: LinkBoundary, *, whole: bool = True) -> None:
@@ -227,14 +255,14 @@ class _OpenFiles:
         self.files: list[CheckpointFile] = []
         self.not_weights: dict[str, PytorchError] = {}
         self.indexed: set[tuple[int, int]] = set()
-        self._seen: set[tuple[tuple[int, int], str]] = set()
+        self._seen: set[Path] = set()
+        self._named: dict[str, set[Path]] = {}  # the files that indexes name for a tensor
 
     def add(self, path: Path, prefix: str, header: Header) -> None:
         """Add a file, unless it is there already."""
         check_text(prefix, path)  # tensors are called by it
-        entry = _identity(path.parent), path.name
-        if entry not in self._seen:
-            self._seen.add(entry)
+        if path not in self._seen:
+            self._seen.add(path)
             self.files.append(CheckpointFile(path, prefix, header))
 
     def add_folder(self, folder: Path, prefix: str, names: list[str], any_name: bool) -> None:
@@ -271,6 +299,28 @@ class _OpenFiles:
             path = index.parent / shard
             self.add(path, prefix, _shard_header(index, str(shard), expected, self._links))
             self.indexed.add(_identity(path.parent))
+            for tensor in expected:
+                self._named.setdefault(prefix + tensor, set()).add(path)
+
+    def superseding(self) -> list[CheckpointFile]:
+        """Return the files, each with the names in it for which the index names another file.
+
+        Raises:
+            CheckpointFilesError: A tensor that does not count holds others that do.
+        """
+        found = []
+        for file in self.files:
+            instead = dict[str, Path]()
+            for name in names_in(file.header):
+                named = self._named.get(file.prefix + name, set())
+                if len(named) == 1 and file.path not in named:
+                    instead[name] = next(iter(named))
+            for name, member in members_in(file.header).items():
+                if member.held_by in instead and name not in instead:
+                    other = instead[member.held_by]
+                    raise _repeated(file.path, file.prefix + member.held_by, other)
+            found.append(replace(file, superseded=instead) if instead else file)
+        return found
 
 
 def check_text(name: str, path: Path) -> None:
@@ -450,16 +500,20 @@ def _read_json(path: Path, links: LinkBoundary) -> dict[str, object]:
 def _refuse_repeated(files: list[CheckpointFile]) -> None:
     seen: dict[str, Path] = {}
     for file in files:
-        for spec in file.header.tensors:
+        for spec in file.tensors:
             name = file.prefix + spec.name
             if (other := seen.setdefault(name, file.path)) != file.path:
-                raise CheckpointFilesError.at(
-                    CheckpointFault.REPEATED_TENSOR,
-                    str(file.path),
-                    f"{other} holds it too",
-                    name,
-                    other=str(other),
-                )
+                raise _repeated(file.path, name, other)
+
+
+def _repeated(path: Path, name: str, other: Path) -> CheckpointFilesError:
+    return CheckpointFilesError.at(
+        CheckpointFault.REPEATED_TENSOR,
+        str(path),
+        f"{other} holds it too",
+        name,
+        other=str(other),
+    )
 
 
 def _unsupported(path: Path, names: list[str]) -> UnsupportedError:

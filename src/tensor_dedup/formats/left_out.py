@@ -1,7 +1,7 @@
-"""Why a file of weights, or one that looks like it, is not part of the checkpoint in its folder."""
+"""What a checkpoint's folder holds and the checkpoint does not: files, and copies of tensors."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum, unique
 from typing import Final
 
@@ -29,15 +29,45 @@ class LeftOut:
         return {"path": self.path, "reason": self.reason.value}
 
 
-def described(files: Iterable[LeftOut]) -> list[str]:
-    """Return up to two lines for people on the files that are left out."""
+@dataclass(frozen=True, slots=True)
+class NotIndexed:
+    """A copy of a tensor, in a file that is not the one that the index names for it.
+
+    `file` is relative to the checkpoint's folder. `differs` says whether dtype, shape or bytes are
+    others than those of the tensor that the index names.
+    """
+
+    tensor: str
+    file: str
+    differs: bool
+
+    def to_dict(self) -> dict[str, object]:
+        """Return all fields as a dict for JSON."""
+        return asdict(self)
+
+
+def described(files: Iterable[LeftOut], copies: Sequence[NotIndexed] = ()) -> list[str]:
+    """Return lines for people on the files and the copies of tensors that are left out."""
     state, others = list[str](), list[str]()
     for each in files:
         (state if each.reason is LeftOutReason.TRAINING_STATE else others).append(each.path)
     lines = [f"left out: {_listed(others)}"] if others else []
     if state:
         lines.append(f"left out, state of a training: {_listed(state)}; keep the folder to resume")
+    if copies:
+        lines.append(_copies(copies))
     return lines
+
+
+def _copies(copies: Sequence[NotIndexed]) -> str:
+    files = list(dict.fromkeys(each.file for each in copies))
+    count = f"{len(copies)} tensors" if len(copies) > 1 else "1 tensor"
+    line = f"{count} that the index does not name, in {_listed(files)}"
+    other = [each.tensor for each in copies if each.differs]
+    if not other:
+        return line
+    some = f"{len(other)} of them differ" if len(copies) > 1 else "it differs"
+    return f"{line}; {some} from what the index names: {_listed(other)}"
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -58,6 +58,7 @@ from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import MARK, marked_by
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.steps.runs import parse_step_name
@@ -185,7 +186,7 @@ def described(
     return RemoteCheckpoint(
         found.name,
         found.manifest,
-        sum(piece.name is not None for piece in found.pieces),
+        sum(1 for _ in named_tensors(found.content, found.pieces)),
         len(found.content.files),
         found.content.nbytes,
         unique_bytes,

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.codecs.choice import Sample, distance, places
-from tensor_dedup.store.format.manifests import Piece, by_file, loose
+from tensor_dedup.store.format.manifests import Piece, named_tensors
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
@@ -131,11 +131,7 @@ def _names(objects: Objects, besides: str) -> Iterator[str]:
 def _tensors(objects: Objects, name: str) -> dict[str, Piece]:
     manifest = objects.ref(name)
     content = objects.manifest(manifest)
-    pieces = objects.pieces(manifest, content)
-    found = {piece.name: piece for piece in loose(content, pieces) if piece.name is not None}
-    for file, held in by_file(content, pieces):
-        found |= {f"{file.prefix}{each.name}": each for each in held if each.name is not None}
-    return found
+    return dict(named_tensors(content, objects.pieces(manifest, content)))
 
 
 def _by_ending(held: Mapping[str, Piece], tensors: Sequence[Candidate]) -> dict[_Ending, Piece]:

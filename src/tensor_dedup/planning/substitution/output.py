@@ -85,12 +85,14 @@ def _write(
 ) -> None:
     header = file.header
     assert isinstance(header, SafetensorsHeader)
-    replaced = [file.prefix + s.name for s in header.tensors if file.prefix + s.name in taken]
+    # A copy of a tensor that the index does not name stays what it is.
+    replaced = [file.prefix + s.name for s in file.tensors if file.prefix + s.name in taken]
     more = metadata(replaced) if replaced else {}
     out.write(_head(header, more))
+    instead = set(replaced)
     for spec in header.tensors:
         name = file.prefix + spec.name
-        if name in taken:
+        if name in instead:
             out.writelines(taken[name]())
         else:
             out.writelines(_pieces(source, spec.start, spec.nbytes))

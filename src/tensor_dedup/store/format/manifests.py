@@ -20,6 +20,7 @@ import msgspec
 from msgspec import structs
 
 from tensor_dedup.digest import digest
+from tensor_dedup.formats.left_out import NotIndexed
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
@@ -30,6 +31,7 @@ MANIFEST = b"mani"
 PAGE = b"page"
 PAGE_ENTRIES = 256
 _ALIAS = "alias "
+_FILE = "file "
 
 # The files of a step, which an export synthesises.
 WEIGHTS = "model.safetensors"
@@ -97,12 +99,14 @@ def build(
     files: Sequence[FileEntry],
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
+    counted: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
     """Build a manifest and its pages; return its name, and a dict of the encoded objects.
 
     The dict maps names to encoded bytes: first those of the pages, then that of the manifest.
     `second_names` maps aliases, which are additional names of tensors, to the names under which the
-    tensors are stored.
+    tensors are stored. `counted` maps the names of tensors that several files have to the path of
+    the file whose tensor counts.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -112,6 +116,7 @@ def build(
         objects[name] = blob
     nbytes = sum(piece.nbytes for piece in pieces)
     notes = {f"{_ALIAS}{alias}": name for alias, name in (second_names or {}).items()}
+    notes |= {f"{_FILE}{name}": path for name, path in (counted or {}).items()}
     name, blob = encode_manifest(Manifest(list(files), pages, len(pieces), nbytes, notes))
     objects[name] = blob
     return name, objects
@@ -191,6 +196,15 @@ def aliases(manifest: Manifest) -> dict[str, str]:
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
+def counted_files(manifest: Manifest) -> dict[str, str]:
+    """Return which file's tensor counts, by the name of each tensor that several files have.
+
+    A file is given as its path.
+    """
+    notes = manifest.notes.items()
+    return {key.removeprefix(_FILE): path for key, path in notes if key.startswith(_FILE)}
+
+
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
     """Decode and check the manifest page `blob`, whose digest must be `name`.
 
@@ -231,12 +245,18 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
 def by_file(
     manifest: Manifest, pieces: Sequence[Piece]
 ) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
-    """Yield each file of `manifest` with its pieces.
+    """Return an iterator over each file of `manifest` with its pieces.
 
     `pieces` are all pieces of the manifest. Pieces that belong to no file are left out.
     """
+    return _cut(manifest.files, pieces)
+
+
+def _cut(
+    files: Sequence[FileEntry], pieces: Sequence[Piece]
+) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
     at = 0
-    for file in manifest.files:
+    for file in files:
         yield file, pieces[at : at + file.pieces]
         at += file.pieces
 
@@ -247,6 +267,45 @@ def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
     `pieces` are all pieces of the manifest.
     """
     return pieces[sum(file.pieces for file in manifest.files) :]
+
+
+def named_tensors(manifest: Manifest, pieces: Sequence[Piece]) -> Iterator[tuple[str, Piece]]:
+    """Yield each tensor of the checkpoint with its full name, file by file, loose ones last.
+
+    `pieces` are all pieces of the manifest. Where several files have a tensor of one name, only the
+    one that counts is yielded.
+    """
+    counted = counted_files(manifest)
+    for file, held in by_file(manifest, pieces):
+        for piece in held:
+            if piece.name is not None:
+                name = file.prefix + piece.name
+                if not counted or counted.get(name, file.path) == file.path:
+                    yield name, piece
+    yield from ((piece.name, piece) for piece in loose(manifest, pieces) if piece.name is not None)
+
+
+def not_indexed(
+    files: Sequence[FileEntry], pieces: Sequence[Piece], counted: Mapping[str, str]
+) -> tuple[NotIndexed, ...]:
+    """Return the copies of tensors that do not count, by name and in the order of `files`.
+
+    `pieces` are those of `files`, and `counted` is what `counted_files` returns.
+    """
+    if not counted:
+        return ()
+    found: dict[str, dict[str, object]] = {name: {} for name in counted}
+    for file, held in _cut(files, pieces):
+        for piece in held:
+            if piece.name is not None and file.prefix + piece.name in counted:
+                content = piece.dtype, piece.shape, piece.digest
+                found[file.prefix + piece.name][file.path] = content
+    return tuple(
+        NotIndexed(name, path, content != held.get(counted[name]))
+        for name, held in found.items()
+        for path, content in held.items()
+        if path != counted[name]
+    )
 
 
 @dataclass(frozen=True, slots=True)

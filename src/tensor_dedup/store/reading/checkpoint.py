@@ -11,7 +11,10 @@ from tensor_dedup.store.format.manifests import (
     Piece,
     aliases,
     by_file,
+    counted_files,
     loose,
+    named_tensors,
+    not_indexed,
     synthesized_files,
 )
 from tensor_dedup.store.index import StoreIndex
@@ -52,7 +55,8 @@ class StoredCheckpoint(StoredPieces):
 
     It works like a mapping from names to StoredTensor (`in`, `[]`, `len`, `keys()`, `values()`,
     `items()`), with two exceptions: iteration yields the tensors, not their names, and `in` also
-    accepts a digest (32 bytes). The order is that of the files.
+    accepts a digest (32 bytes). The order is that of the files. `not_indexed` has the copies of
+    tensors in files that the index does not name for them.
 
     Any thread may read, but no forked child. The checkpoint stays readable while `gc` runs. Close
     the checkpoint, or leave its `with` statement, only when no read is running any more.
@@ -87,11 +91,10 @@ class StoredCheckpoint(StoredPieces):
             *(StoredFile(f.path, f.nbytes, tuple(part), f.prefix) for f, part in held),
             *self._make_files(free, [file.path for file in content.files]),
         )
+        self._counted = counted_files(content)
+        self.not_indexed = not_indexed(content.files, pieces, self._counted)
         self._tensors = {
-            tensor.name: tensor
-            for prefix, part in [*((file.prefix, part) for file, part in held), ("", free)]
-            for piece in part
-            if (tensor := _tensor(prefix, piece)) is not None
+            name: _tensor(name, piece) for name, piece in named_tensors(content, pieces)
         }
         for alias, name_ in aliases(content).items():
             if name_ in self._tensors and alias not in self._tensors:
@@ -108,6 +111,13 @@ class StoredCheckpoint(StoredPieces):
         if made is not None:  # the header of a file that is nowhere
             return bytearray(made[start:stop])
         return super().read_piece(digest, start, stop, nbytes)
+
+    def counts(self, file: StoredFile, name: str) -> bool:
+        """Return whether the tensor called `name` in `file` is the checkpoint's tensor.
+
+        Otherwise the index names another file for it, and it is one of `not_indexed`.
+        """
+        return self._counted.get(file.prefix + name, file.path) == file.path
 
     def __iter__(self) -> Iterator[StoredTensor]:
         return iter(self._tensors.values())
@@ -204,9 +214,8 @@ class StoredCheckpoint(StoredPieces):
         return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
 
 
-def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
-    if piece.name is None or piece.dtype is None or piece.shape is None:
-        return None
+def _tensor(name: str, piece: Piece) -> StoredTensor:
+    # A page that was decoded gives a dtype and a shape to every piece with a name.
     return StoredTensor(
-        prefix + piece.name, piece.dtype, piece.shape, piece.nbytes, piece.digest.hex()
+        name, piece.dtype or "", piece.shape or (), piece.nbytes, piece.digest.hex()
     )

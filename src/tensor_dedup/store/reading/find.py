@@ -8,7 +8,7 @@ from typing import Final
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import BadDigestError, UnknownNameError
-from tensor_dedup.store.format.manifests import Manifest, Piece, by_file, loose
+from tensor_dedup.store.format.manifests import Manifest, Piece, named_tensors
 from tensor_dedup.store.objects import Objects
 
 _log = logging.getLogger(__name__)
@@ -66,14 +66,11 @@ def find(objects: Objects, digest: str) -> list[TensorPlace]:
 def _in_checkpoint(
     name: str, content: Manifest, pieces: Sequence[Piece], digest: str
 ) -> Iterator[TensorPlace]:
-    files = ((file.prefix, part) for file, part in by_file(content, pieces))
-    for prefix, part in (*files, ("", loose(content, pieces))):
-        for piece in part:
-            if piece.name is None or not piece.digest.hex().startswith(digest):
-                continue
+    for tensor, piece in named_tensors(content, pieces):
+        if piece.digest.hex().startswith(digest):
             yield TensorPlace(
                 name,
-                prefix + piece.name,
+                tensor,
                 piece.digest.hex(),
                 piece.dtype or "",
                 piece.shape or (),

@@ -193,8 +193,11 @@ def _enter_views(
         return
     starts = {spec.name: spec.start for spec in header.tensors}
     for name in starts:
-        del sources[file.prefix + name]
+        if checkpoint.counts(file, name):
+            del sources[file.prefix + name]
     for member in header.members:
+        if not checkpoint.counts(file, member.name):
+            continue
         name = file.prefix + member.name
         if name in sources and sources[name].stored.alias_of is None:
             raise CheckpointFilesError.at(

@@ -35,6 +35,7 @@ from tensor_dedup.store.writing.sources import (
     ImportSource,
     Segment,
     aliases_of,
+    counted_in,
     read_source,
 )
 
@@ -296,7 +297,7 @@ class Repair:
         ]
         if len(pieces) < sum(map(len, hashed)):
             return 0  # what it describes is not known
-        manifest, blobs = manifests.build(entries, pieces, aliases_of(files))
+        manifest, blobs = manifests.build(entries, pieces, aliases_of(files), counted_in(files))
         back = 0
         for name, blob in blobs.items():
             path = self._objects.layout.manifest(name)

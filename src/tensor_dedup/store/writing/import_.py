@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
-from tensor_dedup.formats.left_out import LeftOut
+from tensor_dedup.formats.left_out import LeftOut, NotIndexed
 from tensor_dedup.formats.markers import in_files
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store.containers import ContainerId
@@ -56,6 +56,7 @@ from tensor_dedup.store.writing.sources import (
     ImportSource,
     Segment,
     aliases_of,
+    counted_in,
     segments_of,
 )
 from tensor_dedup.store.writing.transaction import OrderedTransaction
@@ -112,6 +113,8 @@ class ImportResult:
     - `external_bytes` is the size of the files that were indexed in place.
     - `unchanged` is True if the checkpoint had the same files before, so nothing was written.
     - `left_out` has the files of the folder that were not imported, and why.
+    - `not_indexed` has the copies of tensors that the index does not name. They are in the files of
+      the checkpoint, and not in `tensors`.
     """
 
     name: str
@@ -130,6 +133,7 @@ class ImportResult:
     leaf_shared_bytes: int = 0
     base: str | None = None
     unchanged: bool = False
+    not_indexed: tuple[NotIndexed, ...] = ()
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -142,6 +146,7 @@ class ImportResult:
         return {name: getattr(self, name) for name in names} | {
             "skipped": self.skipped,
             "left_out": [each.to_dict() for each in self.left_out],
+            "not_indexed": [each.to_dict() for each in self.not_indexed],
         }
 
 
@@ -434,19 +439,23 @@ def import_source(
         undo.callback(work.close)
         for file in source.files:
             work.add(file)  # hash it, look its pieces up, encode and write what is new
-        manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
+        counted = counted_in(source.files)
+        manifest, blobs = manifests.build(
+            work.files, work.pieces, aliases_of(source.files), counted
+        )
         for part, blob in blobs.items():
             transaction.add_object(part, blob)
         transaction.commit(
             name, manifest, replace=replace, check_hits=work.check_hits, check_name=check_name
         )
     containers = transaction.containers
+    copies = manifests.not_indexed(work.files, work.pieces, counted)
     stored = sum(_size_on_disk(objects, container) for container in containers)
     return ImportResult(
         name=name,
         manifest=manifest,
         files=len(work.files),
-        tensors=sum(piece.name is not None for piece in work.pieces),
+        tensors=sum(piece.name is not None for piece in work.pieces) - len(copies),
         new_tensors=work.new_tensors,
         new_bytes=work.new_bytes,
         known_bytes=source.nbytes - work.new_bytes - work.external_bytes,
@@ -458,6 +467,7 @@ def import_source(
         saved_bytes=work.encoded.saved_bytes,
         leaf_shared_bytes=work.encoded.leaf_shared_bytes,
         base=encoder.base_name if encoder is not None and work.encoded.tensors else None,
+        not_indexed=copies,
     )
 
 
@@ -492,11 +502,12 @@ def _unchanged(
     wanted = {piece.digest for piece in pieces if piece.nbytes}
     if wanted - index.find(wanted, external=in_place).keys():
         return None
+    copies = manifests.not_indexed(content.files, pieces, manifests.counted_files(content))
     return ImportResult(
         name=name,
         manifest=manifest,
         files=len(content.files),
-        tensors=sum(piece.name is not None for piece in pieces),
+        tensors=sum(piece.name is not None for piece in pieces) - len(copies),
         new_tensors=0,
         new_bytes=0,
         known_bytes=source.nbytes,
@@ -504,6 +515,7 @@ def _unchanged(
         containers=(),
         left_out=source.left_out,
         unchanged=True,
+        not_indexed=copies,
     )
 
 
@@ -565,7 +577,8 @@ def expected_manifest(
             Piece(digest, part.nbytes, part.name, part.dtype, part.shape)
             for part, digest in zip(file.segments, digests, strict=True)
         ]
-    return manifests.build(entries, pieces, aliases_of(source.files))[0]
+    second_names, counted = aliases_of(source.files), counted_in(source.files)
+    return manifests.build(entries, pieces, second_names, counted)[0]
 
 
 def _digests(

@@ -37,7 +37,8 @@ class ImportFile:
 
     `weights` is True for a file of tensors. A tensor's name in the checkpoint is `prefix` followed
     by its name in the file. `aliases` has pairs of names of a tensor: an additional name, then the
-    first name. `links` limits where symbolic links may lead.
+    first name. `superseded` has pairs of a name of a tensor in the file that does not count, and
+    the stored path of the file whose tensor does. `links` limits where symbolic links may lead.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class ImportFile:
     segments: tuple[Segment, ...]
     weights: bool
     aliases: tuple[tuple[str, str], ...] = ()
+    superseded: tuple[tuple[str, str], ...] = ()
     links: LinkBoundary = ANYWHERE
 
     def open_with(self, files: Files) -> Handle:
@@ -167,9 +169,12 @@ def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, 
 
 def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFile:
     stored_as, segments = file.path.relative_to(root).as_posix(), segments_of(file.header)
-    aliases = aliases_in(file.header)
+    aliases = tuple(pair for pair in aliases_in(file.header) if pair[0] not in file.superseded)
+    superseded = tuple(
+        (name, other.relative_to(root).as_posix()) for name, other in file.superseded.items()
+    )
     check_text(stored_as, file.path)
-    return ImportFile(file.path, stored_as, file.prefix, segments, True, aliases, links)
+    return ImportFile(file.path, stored_as, file.prefix, segments, True, aliases, superseded, links)
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
@@ -198,6 +203,14 @@ def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
+
+
+def counted_in(files: Sequence[ImportFile]) -> dict[str, str]:
+    """Map the name of each tensor that several of `files` have to the path of the one that counts.
+
+    The names include the prefixes of the files, and the path is the stored one.
+    """
+    return {file.prefix + name: other for file in files for name, other in file.superseded}
 
 
 def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> ImportFile:
