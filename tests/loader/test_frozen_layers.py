@@ -52,20 +52,23 @@ def test_files_are_closed_when_a_later_one_cannot_be_opened(tmp_path: Path) -> N
     assert str(good) not in open_files()
 
 
+@pytest.mark.parametrize("named", [0, 1])
 @pytest.mark.parametrize("stored", [False, True], ids=["folder", "store"])
-def test_a_base_has_the_tensor_that_its_index_names(tmp_path: Path, stored: bool) -> None:
-    def shards(folder: Path, *values: float) -> Sequence[Path]:
+def test_a_base_has_the_tensor_that_its_index_names(
+    tmp_path: Path, stored: bool, named: int
+) -> None:
+    def shards(folder: Path, named: int, *values: float) -> Sequence[Path]:
         folder.mkdir()
         paths = [folder / f"{letter}.safetensors" for letter, _ in zip("ab", values, strict=False)]
         for path, value in zip(paths, values, strict=True):
             save_file({NAME: torch.full((4,), value)}, path)
-        where = {NAME: paths[0].name}
+        where = {NAME: paths[named].name}
         (folder / INDEX).write_text(json.dumps({"weight_map": where}))
         (folder / "config.json").write_text("{}")
         return paths
 
-    shards(tmp_path / "base", 1.0, 2.0)
-    tune = shards(tmp_path / "tune", 3.0)
+    shards(tmp_path / "base", named, 1.0, 2.0)
+    tune = shards(tmp_path / "tune", 0, 3.0)
     base: str | Path = tmp_path / "base"
     if stored:
         Store.open(tmp_path / "store").import_(base, "base")
@@ -75,4 +78,4 @@ def test_a_base_has_the_tensor_that_its_index_names(tmp_path: Path, stored: bool
         source = instead(NAME)
         assert source is not None
         data = source.file.read_range(source.spec.start, source.spec.nbytes)
-        assert data == torch.ones(4).numpy().tobytes()
+        assert data == torch.full((4,), 1.0 + named).numpy().tobytes()
