@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tensor_dedup import Store, TensorDedupConfig
 from tensor_dedup.errors import FormatError
+from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk
 from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers, taken_plainly
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -61,8 +62,8 @@ def test_a_base_has_the_tensor_that_its_index_names(
         folder.mkdir()
         paths = [folder / f"{letter}.safetensors" for letter, _ in zip("ab", values, strict=False)]
         for path, value in zip(paths, values, strict=True):
-            save_file({NAME: torch.full((4,), value)}, path)
-        where = {NAME: paths[named].name}
+            save_file({NAME: torch.full((4,), value), path.stem: torch.ones(1)}, path)
+        where = {path.stem: path.name for path in paths} | {NAME: paths[named].name}
         (folder / INDEX).write_text(json.dumps({"weight_map": where}))
         (folder / "config.json").write_text("{}")
         return paths
@@ -70,6 +71,7 @@ def test_a_base_has_the_tensor_that_its_index_names(
     shards(tmp_path / "base", named, 1.0, 2.0)
     tune = shards(tmp_path / "tune", 0, 3.0)
     base: str | Path = tmp_path / "base"
+    assert len(list(open_checkpoint(base).not_indexed())) == 1
     if stored:
         Store.open(tmp_path / "store").import_(base, "base")
         base = "store://base"
