@@ -1,11 +1,17 @@
 """The configuration file: option before environment before file before default."""
 
+import os
 import re
+import stat
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from project import package_source
+from store_runs.stores import safetensors, u8, write
 from tensor_dedup import ConfigError, Store
+from tensor_dedup.cli import main
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import default_budget, own_budget
 from tensor_dedup.settings import FILE, parse_size, remote_url
@@ -141,3 +147,34 @@ def test_a_working_folder_of_somebody_else_holds_no_file(
 )
 def test_a_size_is_a_number_with_or_without_a_unit(text: str, nbytes: int | None) -> None:
     assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_files_lie_where_the_page_about_uninstalling_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, moved: bool
+) -> None:
+    for name in ("TENSOR_DEDUP_HINTS", "TENSOR_DEDUP_CACHE", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if moved:
+        monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(folder / "moved"))
+    source = {"model.safetensors": safetensors(u8(weight=bytes(1 << 16)))}
+    model = write(folder / "work" / "model", source)
+    before = os.umask(0o022)
+    try:
+        for verb in (["import", str(model), "--name", "model"], ["analyze", str(model)]):
+            assert CliRunner().invoke(main, verb).exit_code == 0
+    finally:
+        os.umask(before)
+    cache = folder / "moved" if moved else folder / "home" / ".cache" / "tensor-dedup"
+    store = folder / "home" / ".local" / "share" / "tensor-dedup" / "store"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    elsewhere = [path for path in files if not path.is_relative_to(folder / "work")]
+    cached = {path.name: path for path in elsewhere if path.is_relative_to(cache)}
+    assert "hints.sqlite" in cached
+    assert {stat.S_IMODE(path.stat().st_mode) for path in cached.values()} == {0o600}
+    stored = [path for path in elsewhere if path.is_relative_to(store)]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in stored} == {0o644}
+    assert len(cached) + len(stored) == len(elsewhere)
+    page = (package_source.ROOT / "docs" / "howto" / "uninstall.md").read_text()
+    assert "`~/.cache/tensor-dedup`" in page
+    assert "`~/.local/share/tensor-dedup/store`" in page

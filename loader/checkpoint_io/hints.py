@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import msgspec
-import platformdirs
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.settings import cache_folder
 from tensor_dedup.sqlite import INSIDE, connect, marks, transaction
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ class StoreHints:
 def _default_path() -> Path:
     if chosen := os.environ.get(ENVIRONMENT):
         return Path(chosen)
-    return Path(platformdirs.user_cache_dir("tensor-dedup", appauthor=False)) / "hints.sqlite"
+    return cache_folder() / "hints.sqlite"
 
 
 def _prepare(db: sqlite3.Connection, busy_s: float) -> None:

@@ -15,15 +15,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import msgspec
-import platformdirs
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
-from tensor_dedup.settings import remote_url
+from tensor_dedup.settings import cache_folder, remote_url
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.types import STORE_SCHEME
 
-ENVIRONMENT = "TENSOR_DEDUP_CACHE"
+_FOLDER = "stored"
 _WEIGHTS = ".safetensors"
 _CONFIG = "config.json"
 
@@ -80,7 +79,7 @@ def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout
     name = url.removeprefix(STORE_SCHEME)
     with store.checkpoint(name) as checkpoint:
         weights = _weights(url, checkpoint, folders=folders)
-        folder = _root() / checkpoint.manifest / PurePosixPath(name).name
+        folder = cache_folder() / _FOLDER / checkpoint.manifest / PurePosixPath(name).name
         for file in checkpoint.files:
             _make_good(folder.joinpath(file.path), _shown(checkpoint, file))
         return Checkout(url, str(store.path), name, checkpoint.manifest, str(folder), weights)
@@ -163,12 +162,6 @@ def _make_good(path: Path, data: bytes) -> None:
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
-
-
-def _root() -> Path:
-    named = os.environ.get(ENVIRONMENT)
-    cache = Path(named) if named else platformdirs.user_cache_path("tensor-dedup", appauthor=False)
-    return cache.absolute() / "stored"
 
 
 def stored_in(entry: object) -> Checkout | None:

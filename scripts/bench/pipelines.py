@@ -26,7 +26,7 @@ from bench.fresh_start import own_hints
 from bench.stats import Section
 from demonstration import models, pictures
 from tensor_dedup import Store
-from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT as CACHE
+from tensor_dedup.settings import CACHE_ENVIRONMENT as CACHE
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "blake3")
 _NOTES = """\

@@ -27,6 +27,7 @@ FILE: Final = "tensor-dedup.toml"
 # Names the file to read in place of the user's own.
 ENVIRONMENT: Final = "TENSOR_DEDUP_CONFIG"
 REMOTE_ENVIRONMENT: Final = "TENSOR_DEDUP_REMOTE"
+CACHE_ENVIRONMENT: Final = "TENSOR_DEDUP_CACHE"
 _PATHS: Final = ("store", "socket")
 _KEYS: Final = (*_PATHS, "remote", "budget")
 # Sizes as people write them: `64G`, `1.5GiB`, `1048576`.
@@ -96,6 +97,16 @@ def remote_url(given: str | PathLike[str] | None = None) -> str | None:
         return str(given)
     url: str | None = os.environ.get(REMOTE_ENVIRONMENT) or _value("remote")
     return url
+
+
+def cache_folder() -> Path:
+    """Return the absolute path of the folder of caches, each of which may be deleted.
+
+    It is that in the environment variable TENSOR_DEDUP_CACHE, or else one in the user's folder of
+    caches. It may not exist yet.
+    """
+    named = os.environ.get(CACHE_ENVIRONMENT)
+    return Path(named or platformdirs.user_cache_path("tensor-dedup")).absolute()
 
 
 def parse_size(text: str) -> int | None:

@@ -20,7 +20,6 @@ from processes import fresh
 from tensor_dedup import ConfigError, Store, UnsupportedError, enable, report
 from tensor_dedup.errors import CheckpointError, FormatError
 from tensor_dedup.formats.markers import KEY, Marker, in_files
-from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.run import LoadRun
@@ -162,7 +161,7 @@ def test_base_and_fine_tune_may_come_from_a_store(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     store = Store.open(tmp_path / "store")
     store.import_(llama.base, "base")
     store.import_(llama.tune, "tune")

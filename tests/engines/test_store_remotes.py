@@ -13,7 +13,6 @@ from models import tiny_checkpoints as checkpoints
 from remote_runs import remotes
 from remote_runs.remotes import Proxy
 from tensor_dedup import Store
-from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import (
@@ -68,7 +67,7 @@ def answers_and_report(
 def test_an_empty_store_starts_as_plain_vllm_and_then_without_the_remote(
     pair: checkpoints.Pair, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     expected = {}
     for name, path in ((BASE, pair.base), (FINE_TUNE, pair.fine_tune)):
         llm = plain.engine(path)
@@ -132,7 +131,7 @@ def test_engines_in_processes_of_their_own_load_what_one_of_them_pulled(
     pair: checkpoints.Pair, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is imported or set for them: the pull is found from `store://` alone."""
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     below = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     config = {"store": str(tmp_path / "here"), "remote": URL}
     with fleet.fleet(tmp_path) as started:

@@ -17,7 +17,6 @@ from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
@@ -59,7 +58,7 @@ def expected(pair: checkpoints.Pair) -> dict[str, tuple[plain.Answer, ...]]:
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where checkouts go."""
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -266,8 +266,11 @@ def test_the_index_lies_where_the_environment_says(
     monkeypatch.setenv("TENSOR_DEDUP_HINTS", str(tmp_path / "mine"))
     assert HintIndex().path == tmp_path / "mine"
     monkeypatch.delenv("TENSOR_DEDUP_HINTS")
+    monkeypatch.delenv("TENSOR_DEDUP_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert HintIndex().path == tmp_path / "cache" / "tensor-dedup" / "hints.sqlite"
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "moved"))
+    assert HintIndex().path == tmp_path / "moved" / "hints.sqlite"
 
 
 def test_nothing_stays_open(index: HintIndex, file: Path) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from vllm.engine import arg_utils
+from vllm.plugins import DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP, load_plugins_by_group
 from vllm.utils import argparse_utils
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
@@ -92,3 +93,22 @@ def test_on_another_vllm_the_argument_loads_plainly_and_the_flag_is_absent(
     with pytest.raises(SystemExit):
         parser.parse_args(["--tensor-dedup"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("named", "found"), [(None, True), ("", False), ("tensor_dedup", True)])
+def test_vllm_calls_the_plug_ins_unless_others_are_named(
+    named: str | None, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+    for group in (DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP):
+        assert ("tensor_dedup" in load_plugins_by_group(group)) == found
+
+
+def test_arguments_that_do_not_ask_stay_as_they_are(model: str) -> None:
+    plain = EngineArgs.__init__.__wrapped__
+    ours, theirs = EngineArgs(model=model), EngineArgs.__new__(EngineArgs)
+    plain(theirs, model=model)
+    assert vars(ours) == vars(theirs)
+    assert ours.load_format == "auto"

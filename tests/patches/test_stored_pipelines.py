@@ -16,7 +16,6 @@ from tensor_dedup import ConfigError, Store, enable, report, shares_memory, veri
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
-from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.store.errors import CorruptTensorError, UnknownNameError
 
 pytestmark = pytest.mark.usefixtures("others")
@@ -37,7 +36,7 @@ def alone(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def store(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     with Store.open(tmp_path / "store") as made:
         for name in ("sd", "tuned", "fp16"):
             made.import_(folder / name)
@@ -125,7 +124,7 @@ def test_a_writer_changes_its_own_model_only(store: Path) -> None:
 def language(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> checkpoints.Pair:
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     arch = getattr(request, "param", "qwen2")
     pair = checkpoints.make(arch, tmp_path / "models")
     with Store.open(tmp_path / "store") as made:
@@ -228,7 +227,7 @@ def model() -> Any:
 
 
 def test_loads_are_written_to_the_store(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     where = tmp_path / "store"
     with enable({"store": where, "store_writes": True}):
         plain = load(folder / "sd")

@@ -121,6 +121,19 @@ def test_only_a_pull_of_what_is_missing_leads_from_a_load_to_remotes() -> None:
     assert users == {"tensor_dedup.loader.checkpoint_io.stub_folder"}
 
 
+def test_only_remotes_talk_to_other_machines() -> None:
+    """The manager's socket is one of the file system; its metrics listen where that is asked."""
+    clients = re.compile(
+        r"^\s*(?:import|from) (obstore|oras|requests|urllib3|urllib\.request|http\.client|httpx"
+        r"|aiohttp|smtplib|ftplib|huggingface_hub)\b|AF_INET|create_connection|getaddrinfo",
+        re.MULTILINE,
+    )
+    users = {name for name, text in package_source.sources().items() if clients.search(text)}
+    assert users
+    elsewhere = {name for name in users if not name.startswith("tensor_dedup.remote.")}
+    assert elsewhere == {"tensor_dedup.memory_manager.server.metrics"}
+
+
 LOADER = """
 import sys
 import tensor_dedup.patches.vllm.loader

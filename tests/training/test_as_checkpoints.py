@@ -16,7 +16,7 @@ from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import open_checkpoint
-from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
+from tensor_dedup.loader.checkpoint_io.stub_folder import check_out
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS
 from tensor_dedup.training import CheckpointStore
@@ -109,7 +109,7 @@ def test_the_verbs_of_the_store_know_steps(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_shown_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "cache"))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
     store = saved(tmp_path / "store")
     found = check_out(store, "store://run@2")
     assert found.weights == (WEIGHTS,)

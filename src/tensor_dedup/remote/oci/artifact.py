@@ -9,7 +9,6 @@ the registry does not support ranges, the pull downloads whole layers and import
 
 import hashlib
 import logging
-import os
 import re
 import threading
 import time
@@ -22,7 +21,6 @@ from typing import Final
 from urllib.parse import quote
 
 import msgspec
-import platformdirs
 
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
@@ -68,6 +66,7 @@ from tensor_dedup.remote.oci.registry import (
     is_digest,
 )
 from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.settings import cache_folder
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -88,7 +87,6 @@ _log = logging.getLogger(__name__)
 _STEP: Final = 32 << 20
 _AT_ONCE: Final = 3
 _HEX: Final = re.compile("[0-9a-f]{64}")
-_CACHE: Final = "TENSOR_DEDUP_CACHE"
 _REMEMBERED: Final = 20_000
 _ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
 
@@ -339,9 +337,8 @@ class _KnownBlobs:
     """In which repository of a registry this user has pushed a blob: a cache, for mounts."""
 
     def __init__(self, files: Files, host: str) -> None:
-        named = os.environ.get(_CACHE)
-        root = Path(named) if named else platformdirs.user_cache_path("tensor-dedup")
-        self._files, self._path = files, root.absolute() / "registries" / f"{quote(host, '')}.json"
+        self._files = files
+        self._path = cache_folder() / "registries" / f"{quote(host, '')}.json"
 
     def _read(self) -> dict[str, str]:
         files = self._files
