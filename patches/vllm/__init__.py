@@ -54,12 +54,12 @@ def _register_loader() -> None:
 
 def _loader_class() -> "type[DefaultModelLoader]":
     """Return the loader, or one that loads plainly if this vLLM lacks a name that it imports."""
+    from tensor_dedup.patches.vllm.plain_loads import install as install_plain_loads
+    from tensor_dedup.patches.vllm.plain_loads import plain_loader
+
+    install_plain_loads()
     try:
         from tensor_dedup.patches.vllm.loader import TensorDedupLoader
-        from tensor_dedup.patches.vllm.post_load import install as keep_format
     except ImportError as error:
-        from tensor_dedup.patches.vllm.unusable import plain_loader
-
         return plain_loader(f"this vLLM is not one that tensor-dedup knows: {error}")
-    keep_format()
     return TensorDedupLoader

@@ -26,18 +26,6 @@ from tensor_dedup.patches.vllm.store_urls import (
     resolve,
 )
 
-INNER_FORMATS = (*load_formats.DEFAULT, *load_formats.OWN)
-# Why the others that vLLM has are not among them.
-_REFUSED: Mapping[str, str] = {
-    "dummy": "it makes weights up",
-    "fastsafetensors": "it reads files straight into a device's memory",
-    "instanttensor": "it reads files straight into a device's memory",
-    "ipc_cache": "its weights are in the memory of another process already",
-    "modelexpress": "its weights come from another machine's memory",
-    "runai_streamer_sharded": "it streams each rank's state as it pleases",
-    "tensorizer": "tensorizer fills the model by itself, past vLLM's loading code",
-}
-
 _AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 # What overwrites weights in place, or moves them, after they were loaded: others read them too.
@@ -61,22 +49,27 @@ class _Request:
     inner: str
 
 
-def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
+def translate(
+    value: object, load_format: str, extra: object, model: object = None
+) -> tuple[str, dict[str, Any]]:
     """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
-    `load_format` and `extra` are the two arguments as the user gave them. The result is
-    "tensor_dedup" and a copy of `extra` with the configuration as the item "tensor_dedup", except
-    in two cases:
+    `load_format` and `extra` are the two arguments as the user gave them, and so is `model`, if it
+    is known. The result is "tensor_dedup" and a copy of `extra` with the configuration as the item
+    "tensor_dedup", except in three cases:
 
     * If `value` is None and `load_format` is another format, sharing was not asked for. The result
       is `load_format` and a copy of `extra`.
     * If the configuration has `enabled` off, the result makes vLLM load without this package.
+    * If vLLM must load the model by itself (by a format that is not shared, or from a URL), the
+      result is the format as it was given, and the copy of `extra` with the configuration. The
+      load is then warned of and reported (`tensor_dedup.patches.vllm.plain_loads`).
 
     The result of an earlier call may be passed again, with the same `value` or None.
 
     Raises:
-        ConfigError: The configuration is not valid, does not combine with the load format, or was
-            given twice with different values.
+        ConfigError: The configuration is not valid, needs a load format that shares, or was given
+            twice with different values.
     """
     own = _loader_config(extra)
     request = _requested(value, load_format, own)
@@ -85,22 +78,24 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
         return load_format, own
     if not request.config.enabled:
         return request.inner, rest
-    if request.inner.lower() not in INNER_FORMATS:
-        reason = _REFUSED.get(request.inner.lower(), "that was not tried")
-        raise ConfigError(
-            f"tensor_dedup does not combine with load_format={request.inner!r}: {reason}; weights "
-            f"are shared that one of {', '.join(INNER_FORMATS)} reads; drop one of the two "
-            "arguments",
-            load_format=request.inner,
-        )
-    if request.config.frozen_base is not None and request.inner.lower() in load_formats.OWN:
+    inner = request.inner.lower()
+    plainly = inner not in load_formats.SHARED or load_formats.is_remote(model)
+    if request.config.frozen_base is not None and (plainly or inner not in load_formats.DEFAULT):
         raise ConfigError(
             f"frozen_base does not combine with load_format={request.inner!r}, whose loader reads "
             "files by itself; drop one of the two arguments, or write the checkpoint with "
             "`tensor-dedup substitute`",
             load_format=request.inner,
         )
-    mine = {**request.config.to_dict(), "inner": request.inner.lower()}
+    if plainly and is_url(model):
+        raise ConfigError(
+            f"model={model!r} is a checkpoint in a tensor-dedup store, which "
+            f"load_format={request.inner!r} does not read; drop load_format",
+            load_format=request.inner,
+        )
+    mine = {**request.config.to_dict(), "inner": inner}
+    if plainly:
+        return request.inner, {**rest, KEY: mine}
     checkout = stored_in(own.get(KEY))
     if checkout is not None:
         mine["stored"] = checkout.to_dict()
@@ -213,6 +208,8 @@ def _is_ours(function: Callable[..., Any]) -> bool:
 def _loader_config(extra: object) -> dict[str, Any]:
     if extra is None:
         return {}
+    if hasattr(extra, "to_serializable"):  # a TensorizerConfig; vLLM replaces it by this dict, too
+        extra = extra.to_serializable()
     if isinstance(extra, Mapping):
         return dict(extra)
     raise ConfigError(
@@ -252,21 +249,22 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
             # Plain vLLM's own message names its class and the argument.
             return original(self, *args, **kwargs)
         load_format = given.arguments.get("load_format", default_format)
-        stored = is_url(given.arguments.get("model"))
-        if tensor_dedup is None and str(load_format).lower() != LOAD_FORMAT:
+        model, extra = (given.arguments.get(n) for n in ("model", "model_loader_extra_config"))
+        stored = is_url(model)
+        asked_before = isinstance(extra, Mapping) and KEY in extra
+        if tensor_dedup is None and str(load_format).lower() != LOAD_FORMAT and not asked_before:
             if stored:
                 return make_unresolved(original, self, given)
             return original(self, *args, **kwargs)
-        load_format, extra = translate(
-            tensor_dedup, load_format, given.arguments.get("model_loader_extra_config")
-        )
+        load_format, extra = translate(tensor_dedup, load_format, extra, model)
         given.arguments.update(load_format=load_format, model_loader_extra_config=extra)
-        if load_format != LOAD_FORMAT:
+        if KEY not in extra:  # it is switched off
             return make_unresolved(original, self, given) if stored else _call(original, given)
         if stored:
             resolve(given.arguments)
         _call(original, given)
-        refuse_moving_weights(self)
+        if load_format == LOAD_FORMAT:
+            refuse_moving_weights(self)
         share_with_workers()
         return None
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -18,9 +19,34 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "tensor_dedup"
 KEY = "tensor_dedup"  # of model_loader_extra_config
-DEFAULT = ("auto", "hf", "safetensors")
+# Formats that vLLM's default loader reads: they differ in the files that count.
+DEFAULT = (
+    "auto", "hf", "safetensors", "mistral", "pt", "npcache", "fastsafetensors", "instanttensor",
+)  # fmt: skip
 SAVED_STATE = "sharded_state"
 OWN = ("runai_streamer", SAVED_STATE)
+# Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
+OTHER_LOADERS = ("gguf", "bitsandbytes")
+# With these, models share; with any other they load plainly.
+SHARED = (*DEFAULT, *OWN, *OTHER_LOADERS)
+_WHY_NOT: Mapping[str, str] = {
+    "runai_streamer": "its weights are streamed from object storage",  # from folders it is in OWN
+    "dummy": "load_format='dummy' makes weights up",
+    "ipc_cache": "load_format='ipc_cache' takes weights from another process's memory",
+    "modelexpress": "load_format='modelexpress' takes weights from another machine's memory",
+    "runai_streamer_sharded": "load_format='runai_streamer_sharded' streams each rank's state",
+    "tensorizer": "load_format='tensorizer' fills the model past vLLM's loading code",
+}
+
+
+def is_remote(model: object) -> bool:
+    """Return whether a `model` argument is a URL from which vLLM streams, such as "s3://b/m"."""
+    return isinstance(model, str) and "://" in model and not model.startswith(STORE_SCHEME)
+
+
+def why_not_shared(load_format: str) -> str:
+    """Return why a model is not shared that vLLM loads by `load_format` itself."""
+    return _WHY_NOT.get(load_format, f"load_format={load_format!r} was not tried")
 
 
 def split(mine: object) -> tuple[TensorDedupConfig, str]:

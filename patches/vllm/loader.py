@@ -57,9 +57,9 @@ from tensor_dedup.patches.vllm import (
 )
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_formats import KEY, split
+from tensor_dedup.patches.vllm.plain_loads import plain_loader
 from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
-from tensor_dedup.patches.vllm.unusable import plain_loader
 from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
@@ -242,8 +242,7 @@ class TensorDedupLoader(ReadingLoader):
         else:
             if self.counter_before_loading_weights == 0.0:
                 self.counter_before_loading_weights = time.perf_counter()
-            where = (checkout, source.subfolder, source.allow_patterns_overrides)
-            paths = weight_iterators.stored_paths(*where)
+            paths = self._stored_paths(checkout, source)
             stored = weight_iterators.stored_tensors(
                 paths, opening, lambda name: not should_skip_weight(name, self.local_expert_ids)
             )
@@ -252,6 +251,21 @@ class TensorDedupLoader(ReadingLoader):
             return found
         self._frozen = FrozenLayers(self.dedup, trust=False)
         return weight_iterators.with_frozen_layers(found, self._frozen, paths, opening)
+
+    def _stored_paths(self, checkout: Checkout, source: DefaultModelLoader.Source) -> list[str]:
+        """Return the files that vLLM reads of a stored checkpoint, chosen as in any other folder.
+
+        The files in the stub folder have only their headers, and vLLM chooses by name.
+        """
+        if source.subfolder is not None:
+            raise UnsupportedError(
+                f"{checkout.url}: this model reads weights from the folder {source.subfolder!r} "
+                "too, which a stored checkpoint does not give; export it and load the folder",
+                url=checkout.url,
+            )
+        how = (source.revision, source.fall_back_to_pt, source.allow_patterns_overrides)
+        chosen: tuple[Any, ...] = super()._prepare_weights(checkout.folder, None, *how)
+        return weight_iterators.in_order(chosen[1])
 
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
@@ -283,7 +297,9 @@ class TensorDedupLoader(ReadingLoader):
         folder = self._folders.get(model_config.model)
         if not self.dedup.store_writes or report.rank != 0 or folder is None:
             return
-        keep(self.dedup.store_folder, Path(folder), report, trust=self.dedup.verify == "hint")
+        files = [Path(path) for path in self._paths[model_config.model]]
+        trust = self.dedup.verify == "hint"
+        keep(self.dedup.store_folder, Path(folder), report, trust=trust, files=files)
 
     def _refusal(self, vllm_config: VllmConfig) -> str | None:
         """Return why this model is loaded plainly from the start, or None."""
@@ -335,7 +351,8 @@ class TensorDedupLoader(ReadingLoader):
         dtype = cast("torch.dtype", model_config.dtype)
         report.total_bytes = report.private_bytes = final_bytes(model, dtype)
         report.bytes_materialised = report.total_bytes
-        _describe_checkpoint(report, post_load.weights_of(model_config))
+        read = self._paths.get(model_config.model)
+        _describe_checkpoint(report, read or [post_load.weights_of(model_config)])
         report.skipped = [("<model>", reason)]
         if self._frozen is not None:
             report.frozen_base = self._frozen.to_dict()
@@ -430,16 +447,17 @@ class TensorDedupLoader(ReadingLoader):
         return self._tracked
 
 
-def _describe_checkpoint(report: ModelReport, path: str) -> None:
-    """Enter the sizes of a local checkpoint that vLLM read by itself, if it can be read here."""
+def _describe_checkpoint(report: ModelReport, paths: list[str]) -> None:
+    """Enter the sizes of local files or folders that vLLM read by itself, if they can be read."""
     try:
         # vLLM itself has followed every link.
-        checkpoint = open_checkpoint(path, follow_links=True)
+        read = [open_checkpoint(path, follow_links=True) for path in paths]
     except (TensorDedupError, OSError):
         return
-    report.checkpoint_bytes = report.bytes_read = checkpoint.nbytes
-    report.source_tensors_total = checkpoint.tensor_count
-    report.header_bytes = sum(file.header.header_bytes for file in checkpoint.files)
+    report.checkpoint_bytes = report.bytes_read = sum(each.nbytes for each in read)
+    report.source_tensors_total = sum(each.tensor_count for each in read)
+    files = [file for each in read for file in each.files]
+    report.header_bytes = sum(file.header.header_bytes for file in files)
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:

@@ -6,11 +6,8 @@ are read. It saves memory but no reading, and during the load it needs memory fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-
-from vllm.model_executor import model_loader
 
 from tensor_dedup.loader.deferred.computed_tensors import share_by_content, slabs
 from tensor_dedup.loader.deferred.parameters import replace_data
@@ -19,18 +16,13 @@ from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.resident import sharable
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.patches.vllm.kernels import kept_by_others
-from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import OTHER_LOADERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
-    from vllm.config import LoadConfig, ModelConfig
+    from vllm.config import ModelConfig
 
     from tensor_dedup.loader.deferred.session import LoadSession
-
-# Formats of vLLM's plug-ins, which bring loaders of their own, and the quantisation that means one.
-OTHER_LOADERS = ("gguf", "bitsandbytes")
 
 
 class QuantisedWhileLoadedError(UntraceableError):
@@ -60,28 +52,6 @@ def weights_of(model_config: ModelConfig) -> str:
     """
     weights = getattr(model_config, "model_weights", "")
     return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
-
-
-@functools.cache
-def install() -> None:
-    """Make vLLM use the load format `tensor_dedup` even if a plug-in replaced it. Idempotent.
-
-    The plug-in for bitsandbytes sets a load format of its own after the arguments were built. vLLM
-    would then ignore the configuration of this package without a message.
-    """
-    original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
-
-    @functools.wraps(original)
-    def get_model_loader(load_config: LoadConfig) -> Any:
-        extra: Any = load_config.model_loader_extra_config
-        replaced = load_config.load_format
-        if isinstance(extra, dict) and KEY in extra and replaced in OTHER_LOADERS:
-            mine = {**extra[KEY], "inner": replaced}
-            load_config.model_loader_extra_config = {**extra, KEY: mine}
-            load_config.load_format = LOAD_FORMAT
-        return original(load_config)
-
-    model_loader.get_model_loader = get_model_loader
 
 
 def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

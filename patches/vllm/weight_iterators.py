@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from contextvars import ContextVar
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,7 +20,6 @@ from vllm.model_executor.model_loader import default_loader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.weight_utils import _natural_sort_key
 
-from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.frozen_layers import taken_plainly
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.from_store import OpenCheckpoint
     from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile
-    from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
     from tensor_dedup.types import TensorSpec
 
 Deferred = Iterator[tuple[str, torch.Tensor]]
@@ -38,13 +35,6 @@ OpenFiles = Callable[[list[str], Callable[[str], bool]], Deferred]
 
 Wanted = Callable[[str], bool]
 _active: ContextVar[OpenFiles | None] = ContextVar("tensor_dedup_open_files", default=None)
-# Every other way DefaultModelLoader reads: it gives real tensors, which nothing is gained by
-# recording, so the load goes on plainly.
-_OTHERS = (
-    "np_cache_weights_iterator",
-    "fastsafetensors_weights_iterator",
-    "instanttensor_weights_iterator",
-)
 
 
 @contextmanager
@@ -73,6 +63,7 @@ def _safetensors(
     use_tqdm_on_load: bool,
     safetensors_load_strategy: str | None = None,
     local_expert_ids: set[int] | None = None,
+    *args: Any,
     **options: Any,
 ) -> Any:
     open_files = _active.get()
@@ -82,6 +73,7 @@ def _safetensors(
             use_tqdm_on_load,
             safetensors_load_strategy,
             local_expert_ids,
+            *args,
             **options,
         )
     if safetensors_load_strategy == "torchao":
@@ -91,13 +83,14 @@ def _safetensors(
     )
 
 
-def _threaded(
+def _whole(
     original: Callable[..., Any], hf_weights_files: list[str], *args: Any, **kwargs: Any
 ) -> Any:
+    """Read all of safetensors files, which vLLM reads with several threads, or by a library."""
     open_files = _active.get()
     if open_files is None:
         return original(hf_weights_files, *args, **kwargs)
-    return open_files(in_order(hf_weights_files), lambda _name: True)
+    return open_files(in_order(hf_weights_files), _every)
 
 
 def _pickled(
@@ -107,13 +100,28 @@ def _pickled(
     open_files = _active.get()
     if open_files is None:
         return original(hf_weights_files, *args, **kwargs)
-    return open_files(list(hf_weights_files), lambda _name: True)
+    return open_files(list(hf_weights_files), _every)
 
 
-def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _active.get() is not None:
-        raise UntraceableError(f"its weights are read in a way of their own ({original.__name__})")
-    return original(*args, **kwargs)
+def _cached(
+    original: Callable[..., Any],
+    model_name_or_path: str,
+    cache_dir: str | None,
+    hf_folder: str,
+    hf_weights_files: list[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Read files of torch.save themselves, not the copies that vLLM makes of them in `np/`."""
+    open_files = _active.get()
+    if open_files is None:
+        named = (model_name_or_path, cache_dir, hf_folder, hf_weights_files)
+        return original(*named, *args, **kwargs)
+    return open_files(list(hf_weights_files), _every)
+
+
+def _every(_name: str) -> bool:
+    return True
 
 
 def in_order(files: Iterable[str]) -> list[str]:
@@ -124,10 +132,12 @@ def in_order(files: Iterable[str]) -> list[str]:
 # By the name that `DefaultModelLoader` calls it by.
 REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
     "safetensors_weights_iterator": _safetensors,
-    "multi_thread_safetensors_weights_iterator": _threaded,
+    "multi_thread_safetensors_weights_iterator": _whole,
+    "fastsafetensors_weights_iterator": _whole,
+    "instanttensor_weights_iterator": _whole,
     "pt_weights_iterator": _pickled,
     "multi_thread_pt_weights_iterator": _pickled,
-    **dict.fromkeys(_OTHERS, _unsupported),
+    "np_cache_weights_iterator": _cached,
 }
 
 
@@ -149,7 +159,7 @@ def stored_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of a stored checkpoint with its name, if `wanted(name)` is True.
 
-    `paths` are the checkpoint's weight files, from `stored_paths`. Inside a `deferring` block, the
+    `paths` are the checkpoint's weight files in its stub folder. Inside a `deferring` block, the
     tensors are deferred: they have a shape but no data. Otherwise `opening()` opens the checkpoint,
     and the tensors are read from the store.
     """
@@ -181,28 +191,6 @@ def with_frozen_layers(
         for name, tensor in found:
             source = instead(name)
             yield name, tensor if source is None else _read_stored(source.file, source.spec)
-
-
-def stored_paths(
-    checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None
-) -> list[str]:
-    """Return the paths of a stored checkpoint's weight files in its stub folder.
-
-    The files there have only their headers. `patterns` selects files by name; None selects all.
-
-    Raises:
-        UnsupportedError: `subfolder` is given.
-    """
-    if subfolder is not None:
-        raise UnsupportedError(
-            f"{checkout.url}: this model reads weights from the folder {subfolder!r} too, which a "
-            "stored checkpoint does not give; export it and load the folder",
-            url=checkout.url,
-        )
-    names = [
-        n for n in checkout.weights if patterns is None or any(fnmatch(n, p) for p in patterns)
-    ]
-    return in_order(str(Path(checkout.folder, name)) for name in names)
 
 
 def _read_stored(file: SourceFile, spec: TensorSpec) -> torch.Tensor:

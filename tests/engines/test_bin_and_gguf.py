@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -13,7 +14,6 @@ import torch
 
 from models import quantised
 from models import tiny_checkpoints as checkpoints
-from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from vllm_runs import engines, plain
 
@@ -239,18 +239,25 @@ def _failure(path: Path, **options: Any) -> tuple[type, str]:
 # --- loaders of vLLM's plug-ins: what they make is shared afterwards
 
 
-def test_a_format_with_a_loader_of_its_own_is_not_asked_for_by_name(world: World) -> None:
-    with pytest.raises(ConfigError, match="load_format='gguf'"):
-        plain.engine(world.base, tensor_dedup=True, load_format="gguf")
+@pytest.mark.skipif(find_spec("vllm_gguf_plugin") is not None, reason="the plug-in is installed")
+def test_a_format_whose_plug_in_is_missing_is_refused_in_vllms_words(world: World) -> None:
+    failures = [
+        _failure(world.base, load_format="gguf", **more) for more in ({}, {"tensor_dedup": True})
+    ]
+    assert failures[0] == failures[1]
+    assert "gguf" in failures[0][1]
 
 
-def test_gguf_is_shared_after_its_plug_in_has_loaded_it(world: World) -> None:
+@pytest.mark.parametrize("named", [{}, {"load_format": "gguf"}], ids=["auto", "named"])
+def test_gguf_is_shared_after_its_plug_in_has_loaded_it(
+    world: World, named: dict[str, Any]
+) -> None:
     pytest.importorskip("vllm_gguf_plugin")
     from vllm_runs import reference_kernels
 
     names = {world.base: "base.gguf", world.tuned: "tuned.gguf"}
     files = [quantised.gguf_file(path, world.root / name, "Q8_0") for path, name in names.items()]
-    options = {"tokenizer": str(world.base), "hf_config_path": str(world.base)}
+    options = {"tokenizer": str(world.base), "hf_config_path": str(world.base), **named}
     with reference_kernels.for_gguf():
         assert_shared_afterwards(files, options)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tensor_dedup.patches import vllm as patches
-from tensor_dedup.patches.vllm import load_formats, seams, unusable
+from tensor_dedup.patches.vllm import load_formats, plain_loads, seams
 from vllm_runs import engines, plain
 
 EVERY_TARGET = [each.target for each in seams.SEAMS]
@@ -205,7 +205,7 @@ def test_where_a_name_we_import_is_gone_a_model_loads_plainly_with_one_warning(
     with caplog.at_level(logging.WARNING):
         llm = engines.sharing(model)
 
-    assert registered[load_formats.LOAD_FORMAT].__module__ == unusable.__name__
+    assert registered[load_formats.LOAD_FORMAT].__module__ == plain_loads.__name__
     [said] = ours(caplog)
     assert "loading without sharing" in said
     assert engines.last_report().shared_bytes == 0
@@ -244,7 +244,7 @@ def test_a_vllm_without_its_own_loader_ends_nobody(
     from vllm.model_executor.model_loader import default_loader
 
     monkeypatch.delattr(default_loader, "DefaultModelLoader")
-    for name in ("loader", "unusable"):
+    for name in ("loader", "plain_loads"):
         monkeypatch.delitem(sys.modules, f"tensor_dedup.patches.vllm.{name}", raising=False)
     with caplog.at_level(logging.WARNING):
         patches._register_loader.__wrapped__()

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 from vllm.config import LoadConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
-from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
+from tensor_dedup.patches.vllm.arguments import translate
 from vllm_runs import engines, plain
 
 _prepared: list[VllmConfig] = []
@@ -79,6 +80,7 @@ def load(
     path: Path,
     tensor_dedup: dict[str, Any] | None = None,
     parallel: Mapping[str, Any] = MappingProxyType({}),
+    load_format: str = "auto",
 ) -> Model:
     """Load as an engine would; plainly without `tensor_dedup`.
 
@@ -92,14 +94,20 @@ def load(
     config.model_config.model = str(path)
     config.compilation_config = copy.copy(config.compilation_config)
     config.compilation_config.static_forward_context = {}
-    extra = {} if tensor_dedup is None else {"tensor_dedup": tensor_dedup}
+    extra: dict[str, Any] = {}
+    if tensor_dedup is not None:
+        mine = {"tensor_dedup": {**tensor_dedup, "inner": load_format}}
+        load_format, extra = translate(None, "tensor_dedup", mine)
     config.load_config = LoadConfig(
-        load_format="auto" if tensor_dedup is None else "tensor_dedup",
-        model_loader_extra_config=extra,
-        use_tqdm_on_load=False,
+        load_format=load_format, model_loader_extra_config=extra, use_tqdm_on_load=False
     )
+    return by_config(config)
+
+
+def by_config(config: VllmConfig) -> Model:
+    """Load what an engine's configuration asks for."""
     with set_current_vllm_config(config):
-        loader = get_model_loader(config.load_config)
+        loader = model_loader.get_model_loader(config.load_config)
         module = loader.load_model(vllm_config=config, model_config=config.model_config)
     return Model(module, config)
 
