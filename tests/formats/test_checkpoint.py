@@ -156,10 +156,28 @@ def test_a_file_that_is_no_weights_is_left_out_beside_weights(tmp_path: Path) ->
         open_checkpoint(tmp_path / "metal")  # where it is alone
 
 
+def test_text_that_is_called_bin_is_left_out_beside_weights_and_a_pointer_is_not(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "model.safetensors", "a")
+    (tmp_path / "sub").mkdir()
+    file = tmp_path / "sub" / "model.bin"
+    file.write_text("vocabulary\n")
+    [found] = open_checkpoint(tmp_path).left_out()
+    assert (found.path, found.reason) == ("sub/model.bin", LeftOutReason.NOT_WEIGHTS)
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    with refused(CheckpointFault.POINTER, match=r"sub/model\.bin: a Git LFS pointer"):
+        open_checkpoint(tmp_path)
+    file.unlink()
+    file.with_suffix(".safetensors").write_text("Access denied")
+    with refused(CheckpointFault.TEXT, match="'Access denied'"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
-        ("sub/pytorch_model-00001-of-00001.bin", b"damaged"),
+        ("sub/pytorch_model-00001-of-00001.bin", b"damaged\xff"),
         ("sub/pytorch_model.bin", b""),
         ("sub/pytorch_model.bin", bytes(100)),
     ],
@@ -177,7 +195,7 @@ def test_damaged_weights_beside_others_are_not_left_out(
 
 def test_a_damaged_component_of_a_pipeline_is_not_left_out(tmp_path: Path) -> None:
     root = pipeline(tmp_path, unet="model.safetensors", vae="diffusion_pytorch_model.bin")
-    (root / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"<damaged>")
+    (root / "vae" / "diffusion_pytorch_model.bin").write_bytes(b"<damaged>\xff")
     with refused(PytorchFault.NOT_PYTORCH, match=r"vae/diffusion_pytorch_model\.bin"):
         open_checkpoint(root)
 

@@ -96,7 +96,7 @@ def test_the_suffix_says_what_is_expected(tmp_path: Path) -> None:
         ("a.pt", PytorchFault.NOT_PYTORCH),
         ("a.bin", PytorchFault.NOT_PYTORCH),
     ):
-        (tmp_path / name).write_bytes(b"nothing of the kind")
+        (tmp_path / name).write_bytes(b"\xff nothing of the kind")
         with refused(lie):
             open_checkpoint(tmp_path / name)
     (tmp_path / "old.bin").write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
@@ -200,3 +200,104 @@ def test_bytes_that_are_no_tensors_are_counted(tmp_path: Path) -> None:
     path.write_bytes(pytorch_files.file_of())
     header = read_header(path)
     assert header.header_bytes == path.stat().st_size - 8
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\noid sha256:" + "4d7a" * 16 + "\nsize 13535680512\n"
+)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".gguf", ""])
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        (POINTER, CheckpointFault.POINTER, r"LFS pointer \(13\.5 GB are not here\): git lfs pull"),
+        (
+            "version https://git-lfs.github.com/spec/v1\n",
+            CheckpointFault.POINTER,
+            "the weights are not",
+        ),
+        (
+            "# xet version 0\nfilesize = 4200000\nhash = 'ab'\n",
+            CheckpointFault.POINTER,
+            r"a Git Xet pointer \(4\.2 MB are not here\)",
+        ),
+        ("<!DOCTYPE html>\n<html>Sign in" + "!" * 2000, CheckpointFault.TEXT, "an HTML page in"),
+        ("<?xml version='1.0'?><Error><Code>AccessDenied", CheckpointFault.TEXT, "an XML document"),
+        ('{"error": "Repository not found"}', CheckpointFault.TEXT, "a JSON document in place of"),
+        ("Access denied\n", CheckpointFault.TEXT, "text in place of weights: 'Access denied'"),
+        ("Accès refusé" * 100, CheckpointFault.TEXT, "text in place of weights: 'Accès"),
+    ],
+)
+def test_what_stands_in_place_of_weights_is_called_what_it_is(
+    tmp_path: Path, suffix: str, text: str, kind: CheckpointFault, said: str
+) -> None:
+    path = tmp_path / f"model{suffix}"
+    path.write_text(text)
+    with refused(kind, match=said):
+        open_checkpoint(path)
+    with path.open("rb") as file, refused(kind, match=said):
+        read_header("named.bin", fd=file.fileno())
+
+
+def test_old_pickles_are_not_called_text(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"\x80\x02ctorch\n" + b"text\n" * 20)
+    with refused(PytorchFault.LEGACY_PYTORCH):
+        open_checkpoint(tmp_path)
+
+
+def part(folder: Path, number: int, count: int, *names: str, tensors: int | None = None) -> Path:
+    """A part of a split model, called as its header says."""
+    entries = [
+        gguf_files.number("split.no", number - 1),
+        gguf_files.number("split.count", count),
+        *([] if tensors is None else [gguf_files.number("split.tensors.count", tensors)]),
+    ]
+    infos = [gguf_files.info(name, offset=32 * i) for i, name in enumerate(names)]
+    folder.mkdir(exist_ok=True)
+    path = folder / f"m-{number:05d}-of-{count:05d}.gguf"
+    path.write_bytes(gguf_files.file_of(entries, infos, bytes(32 * len(names))))
+    return path
+
+
+def test_the_first_part_of_a_split_model_is_the_whole_model(tmp_path: Path) -> None:
+    first = part(tmp_path, 1, 3, "a", "b", tensors=4)
+    second, third = part(tmp_path, 2, 3, "c"), part(tmp_path, 3, 3, "d")
+    for path in (first, tmp_path):
+        opened = open_checkpoint(path)
+        assert names(opened) == ["a", "b", "c", "d"]
+        assert [file.path for file in opened.files] == [first, second, third]
+    with refused(CheckpointFault.LATER_PART, match=r"part 2 of 3 .*the first part, .*m-00001-of"):
+        open_checkpoint(second)
+    third.unlink()
+    with refused(CheckpointFault.MISSING_SHARD, match=r"part 3 of 3, m-00003-of-00003\.gguf, is"):
+        open_checkpoint(first)
+    with refused(CheckpointFault.MISSING_SHARD, match=r"m-00003-of-00003\.gguf is not there"):
+        open_checkpoint(tmp_path)
+
+
+def test_parts_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    first, second = part(tmp_path, 1, 2, "a", tensors=3), part(tmp_path, 2, 2, "b")
+    for path in (first, tmp_path):
+        with refused(CheckpointFault.PART, match="its 2 parts have 2 of 3 tensors"):
+            open_checkpoint(path)
+    made(second, "b", "c")
+    for path in (first, tmp_path):
+        with refused(CheckpointFault.PART, match="does not say that it is part 2"):
+            open_checkpoint(path)
+    second.unlink()
+    renamed = first.rename(tmp_path / "model.gguf")
+    for path in (renamed, tmp_path):
+        with refused(CheckpointFault.PART, match="is not called NAME-00001-of-00002"):
+            open_checkpoint(path)
+    part(tmp_path, 4, 3, "a")
+    with refused(CheckpointFault.PART, match="part 3 of 3, counted from 0"):
+        open_checkpoint(tmp_path / "m-00004-of-00003.gguf")
+
+
+def test_parts_outside_the_folder_are_refused(tmp_path: Path) -> None:
+    first, second = part(tmp_path / "m", 1, 2, "a"), part(tmp_path / "other", 2, 2, "b")
+    (tmp_path / "m" / second.name).symlink_to(second)
+    with refused(CheckpointFault.LINK_OUTSIDE):
+        open_checkpoint(first)
+    assert names(open_checkpoint(first, follow_links=True)) == ["a", "b"]

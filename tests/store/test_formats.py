@@ -196,6 +196,31 @@ def test_a_gguf_file(store: Store, tmp_path: Path) -> None:
         assert (checkpoint["blk.0.w"].dtype, checkpoint["blk.0.w"].shape) == ("F32", (300, 256))
 
 
+def test_a_split_gguf_model_by_its_first_part(store: Store, tmp_path: Path) -> None:
+    dice = numpy.random.default_rng(0)
+    model = tmp_path / "model"
+    model.mkdir()
+    for number, name in enumerate(("a", "b")):
+        path = model / f"m-0000{number + 1}-of-00002.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 2)
+        writer.add_int32("split.tensors.count", 2)
+        writer.add_tensor(name, dice.random((64, 64), dtype=numpy.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    (model / "README.md").write_text("not a part")
+    result = store.import_(model / "m-00001-of-00002.gguf", "m")
+    assert (result.tensors, result.files) == (2, 2)
+    store.export("m", tmp_path / "out")
+    (model / "README.md").unlink()
+    assert stores.content(tmp_path / "out") == stores.content(model)
+    found = analyze([model / "m-00001-of-00002.gguf", "store://m"], store=store.path)
+    assert found.pairs[0].shared_tensors == 2
+
+
 def test_quantised_tensors_keep_their_type(store: Store, tmp_path: Path) -> None:
     weight = numpy.random.default_rng(0).random((64, 256), dtype=numpy.float32)
     packed = gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_0)

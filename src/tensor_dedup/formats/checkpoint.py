@@ -8,7 +8,8 @@ folder the first of these that exists is read:
 3. the data files of a `tensor_index.json`.
 
 Other files of torch.save are read only if the whole folder, or a component of a pipeline, has none
-of these. If there are none either, GGUF files are read. Where a folder has several copies of the
+of these. If there are none either, GGUF files are read. The first part of a split GGUF model stands
+for all of its parts. Where a folder has several copies of the
 same weights, `tensor_dedup.formats.weight_choice` chooses one.
 
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
@@ -29,7 +30,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
+from tensor_dedup.errors import (
+    CheckpointNotFoundError,
+    FormatError,
+    NoSuchPathError,
+    UnsupportedError,
+)
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     CheckpointFilesError,
@@ -38,6 +44,7 @@ from tensor_dedup.formats.errors import (
     shorten,
 )
 from tensor_dedup.formats.files import opened
+from tensor_dedup.formats.gguf_parts import GgufPart
 from tensor_dedup.formats.hub_cache import cache_path, may_name
 from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
@@ -179,13 +186,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
         FormatError: A file or an index is malformed, or a link leads out of the folder.
     """
     root = Path(path)
-    alone = not root.is_dir() and not is_index(root.name)
     folder = root if root.is_dir() else root.parent
-    links = ANYWHERE if follow_links or alone else LinkBoundary.around(folder)
+    links = ANYWHERE if follow_links else LinkBoundary.around(folder)
     found = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
     files = found.superseding()
     _refuse_repeated(files)
-    return Checkpoint(root, tuple(files), links, frozenset(found.not_weights))
+    return Checkpoint(root, tuple(files), found.links, frozenset(found.not_weights))
 
 
 def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
@@ -206,7 +212,12 @@ def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
     if is_index(path.name):
         found.add_index(path, "", _read_json(path, ANYWHERE))
     else:
-        found.add(path, "", read_header(path))
+        header = read_header(path)
+        if part := GgufPart.of(path, header):
+            found.add_parts(part, header)
+        else:
+            found = _OpenFiles(ANYWHERE)
+            found.add(path, "", header)
     return found
 
 
@@ -250,10 +261,10 @@ class _OpenFiles:
     """
 
     def __init__(self, links: LinkBoundary, *, whole: bool = True) -> None:
-        self._links = links
+        self.links = links
         self._whole = whole
         self.files: list[CheckpointFile] = []
-        self.not_weights: dict[str, PytorchError] = {}
+        self.not_weights: dict[str, FormatError] = {}
         self.indexed: set[tuple[int, int]] = set()
         self._seen: set[Path] = set()
         self._named: dict[str, set[Path]] = {}  # the files that indexes name for a tensor
@@ -277,18 +288,38 @@ class _OpenFiles:
             )
         for name in choice.indexes:
             index = folder / name
-            self.add_index(index, prefix, _read_json(index, self._links))
+            self.add_index(index, prefix, _read_json(index, self.links))
         if INDEX_NAME in names:  # which the headers of data files are made of
-            self._links.check(folder / INDEX_NAME)
+            self.links.check(folder / INDEX_NAME)
+        headers: dict[str, Header] = {}
         for name in choice.files:
             try:
-                header = _read_header(folder / name, self._links)
-            except PytorchError as error:
-                if self._whole or is_shard(name) or not _is_another_file(error):
+                headers[name] = _read_header(folder / name, self.links)
+            except (PytorchError, CheckpointFilesError) as error:
+                if self._whole or is_shard(name) or not _is_another_file(error, name):
                     raise
                 self.not_weights[prefix + name] = error
             else:
-                self.add(folder / name, prefix, header)
+                self.add(folder / name, prefix, headers[name])
+        for name, header in headers.items():
+            if part := GgufPart.of(folder / name, header):
+                part.check(headers)
+
+    def add_parts(self, first: GgufPart, header: Header) -> None:
+        """Add all parts of a split GGUF model, whose first part has this header.
+
+        Raises:
+            CheckpointFilesError: A part is missing, or `first` is a later one.
+        """
+        first.check_first()
+        headers = {first.path.name: header}
+        for name in first.names[1:]:
+            path = first.path.with_name(name)
+            if _is_file(path):
+                headers[name] = _read_header(path, self.links)
+        first.check(headers)
+        for name, each in headers.items():
+            self.add(first.path.with_name(name), "", each)
 
     def add_index(self, index: Path, prefix: str, content: Mapping[str, object]) -> None:
         """Add the shards that an index of this content names."""
@@ -297,7 +328,7 @@ class _OpenFiles:
             shards.setdefault(PurePosixPath(name), []).append(tensor)
         for shard, expected in sorted(shards.items()):
             path = index.parent / shard
-            self.add(path, prefix, _shard_header(index, str(shard), expected, self._links))
+            self.add(path, prefix, _shard_header(index, str(shard), expected, self.links))
             self.indexed.add(_identity(path.parent))
             for tensor in expected:
                 self._named.setdefault(prefix + tensor, set()).add(path)
@@ -340,8 +371,10 @@ def check_text(name: str, path: Path) -> None:
         raise CheckpointFilesError.at(CheckpointFault.NAME_ENCODING, shown, what) from error
 
 
-def _is_another_file(error: PytorchError) -> bool:
+def _is_another_file(error: PytorchError | CheckpointFilesError, name: str) -> bool:
     """Whether a file is no damaged one of torch.save: an empty one, or one of zeros, may be."""
+    if error.kind is CheckpointFault.TEXT:
+        return name.endswith(PYTORCH_SUFFIXES)
     begins = str(error.facts.get("begins", ""))
     return error.kind is PytorchFault.NOT_PYTORCH and bool(begins.strip("0"))
 

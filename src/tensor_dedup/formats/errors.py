@@ -104,6 +104,22 @@ class CheckpointFault(FormatFault):
         "Two files of one checkpoint hold a tensor of the same name.",
         "keep one of the files, or name it alone",
     )
+    POINTER = (
+        "A pointer of Git LFS or Git Xet in place of weights.",
+        "or download the file itself",
+    )
+    TEXT = (
+        "Text in place of weights, such as an error page.",
+        "download the file again",
+    )
+    LATER_PART = (
+        "A later part of a split GGUF model is named alone.",
+        "the other parts are found from there",
+    )
+    PART = (
+        "The parts of a split GGUF model do not fit together.",
+        "give each part the name that the splitter gave it, or download them again",
+    )
 
 
 class CheckpointFilesError(LocatedError[CheckpointFault]):

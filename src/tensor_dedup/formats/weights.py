@@ -7,7 +7,9 @@ from types import MappingProxyType
 from typing import Protocol
 
 from tensor_dedup.formats import gguf, safetensors
+from tensor_dedup.formats.errors import LocatedError, PytorchError, PytorchFault
 from tensor_dedup.formats.files import ReadableFile, opened
+from tensor_dedup.formats.placeholders import HEAD_BYTES, placeholder
 from tensor_dedup.formats.pytorch import reader as pytorch
 from tensor_dedup.formats.pytorch.geometry import PickledTensor
 from tensor_dedup.formats.serverless import data_files
@@ -60,15 +62,31 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
     2. the first bytes, if they are those of a GGUF file or of a zip archive;
     3. the suffix of a file of torch.save.
 
-    Any other file is read as safetensors. If the open descriptor `fd` is given, the file is read
-    through it, and the position of `fd` does not change. `path` is needed for the file's name, and
-    for the index beside a `tensor.data_N` file.
+    Any other file is read as safetensors. A file that cannot be read because it is a pointer of Git
+    LFS, or text, is called that in the error.
+
+    If the open descriptor `fd` is given, the file is read through it, and the position of `fd` does
+    not change. `path` is needed for the file's name, and for the index beside a `tensor.data_N`
+    file.
 
     Raises:
         CheckpointNotFoundError: The file, or a file that it needs, cannot be opened.
         FormatError: The file is malformed.
         ChangedFileError: The file became shorter while it was read.
     """
+    try:
+        return _read_header(path, fd)
+    except LocatedError as error:
+        if isinstance(error, PytorchError) and error.kind is not PytorchFault.NOT_PYTORCH:
+            raise  # a pickle may be text, too
+        with opened(path, fd) as file:
+            found = placeholder(file.read(0, min(file.size, HEAD_BYTES)), file.path)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _read_header(path: str | os.PathLike[str], fd: int | None) -> Header:
     if data_files.DATA_FILE.fullmatch(PurePath(path).name):
         return data_files.read_header(path, fd=fd)
     suffix = PurePath(path).suffix

@@ -56,7 +56,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
             "layers",
             "safetensors",
         ),
-        *("gguf", "pytorch", "serverless", "markers", "weights", "checkpoint"),
+        *("gguf", "pytorch", "serverless", "placeholders", "markers", "weights", "gguf_parts"),
+        "checkpoint",
     ),
     "memory_manager": ("errors", "protocol", "cuda", "backends", "core", "client", "server"),
     "store": (
