@@ -5,6 +5,7 @@ TensorDedupError
   - CheckpointError             a checkpoint is not usable
       - CheckpointNotFoundError   no weights at that path
           - NoSuchPathError         no file and no folder at that path
+      - SeveralModelsError        a folder of several models, where one was asked for
       - FormatError               the file is malformed (one subclass for each format)
       - ChangedFileError          the file changed while it was being read
       - UnreadableFileError       an existing file cannot be read
@@ -19,6 +20,8 @@ All are picklable, for worker processes. `facts` has the values in the message, 
 ends with what the user can do.
 """
 
+import shlex
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 WRONG_DATA: Final = 1
@@ -72,6 +75,37 @@ class NoSuchPathError(CheckpointNotFoundError):
     """There is no file and no folder at the given path."""
 
     exit_status = WRONG_USE
+
+
+class SeveralModelsError(CheckpointError):
+    """A folder holds several models, where one was asked for.
+
+    `models` has the path of each. Each path can be given in place of the folder.
+    """
+
+    exit_status = WRONG_USE
+
+    @classmethod
+    def of(cls, path: str, what: str, models: Mapping[str, str]) -> "SeveralModelsError":
+        """Return the error for the folder `path`; `what` says what it is.
+
+        `models` maps the path of each model to its name, or to "" if it has none.
+        """
+        listed = ", ".join(
+            shlex.quote(model) + (f" ({name})" if name else "") for model, name in models.items()
+        )
+        one, folder = shlex.quote(next(iter(models))), shlex.quote(path)
+        return cls(
+            f"{path}: {what}: {listed}; name one of them, as in `tensor-dedup import {one}`, "
+            f"compare all with `tensor-dedup analyze {folder}`, or import each under its own name "
+            f"with `tensor-dedup import {folder} --all-models`",
+            path=path,
+            models=list(models),
+        )
+
+    @property
+    def models(self) -> list[str]:
+        return list(self.facts["models"])
 
 
 class FormatError(CheckpointError):

@@ -57,6 +57,7 @@ def test_by_hand(tmp_path: Path) -> None:
     ]
     assert [c.pop("leaf_shared_bytes") for c in found["checkpoints"]] == [0, 0]
     assert [c.pop("left_out") + c.pop("not_indexed") for c in found["checkpoints"]] == [[], []]
+    assert [c.pop("name") for c in found["checkpoints"]] == ["", ""]
     assert found["checkpoints"] == [
         {"path": a, "tensors": 3, "bytes": 12, "adds_bytes": 8, "changes": []},
         {"path": b, "tensors": 4, "bytes": 16, "adds_bytes": 4, "changes": ["added: y"]},

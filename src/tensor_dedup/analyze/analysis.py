@@ -3,7 +3,7 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from tensor_dedup.analyze.stored import (
 )
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS, leaf_places
-from tensor_dedup.errors import ConfigError
+from tensor_dedup.errors import ConfigError, SeveralModelsError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.layers.layer_names import natural, split
 from tensor_dedup.formats.left_out import NotIndexed
+from tensor_dedup.formats.links import LinkBoundary
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
@@ -117,6 +118,7 @@ class Analysis:
             "checkpoints": [
                 {
                     "path": checkpoint.path,
+                    "name": checkpoint.name,
                     "tensors": len(checkpoint.tensors),
                     "bytes": checkpoint.nbytes,
                     "adds_bytes": added.adds_bytes,
@@ -170,6 +172,7 @@ def analyze(
     store: StrPath | None = None,
     progress: ProgressListener | None = None,
     follow_links: bool = False,
+    all_models: bool = False,
 ) -> Analysis:
     """Hash each tensor of the checkpoints in `paths` once, and return what they have in common.
 
@@ -183,11 +186,12 @@ def analyze(
     `min_tensor_bytes` are left out of every number. Files whose digests `hints` remembers, and
     checkpoints in the store, are not read. `progress` is a listener to the progress in bytes.
     Symbolic links are followed within a folder and, in a Hugging Face cache, to the blobs of the
-    same repository and to the shared ones. With `follow_links`, they are followed anywhere. Safe
-    from any thread.
+    same repository and to the shared ones. With `follow_links`, they are followed anywhere. With
+    `all_models`, a folder of several models stands for each of them. Safe from any thread.
 
     Raises:
         ConfigError: A setting is invalid.
+        SeveralModelsError: A folder holds several models, and `all_models` is False.
         CheckpointError: A checkpoint is missing, malformed, or changed while it was read, or a link
             leads out of it.
         StoreError: The store, or the checkpoint in it, is missing or damaged.
@@ -200,6 +204,7 @@ def analyze(
         store=store,
         progress=progress,
         follow_links=follow_links,
+        all_models=all_models,
     )
     return compare(measured, digests.bytes_read, digests.bytes_hashed)
 
@@ -213,35 +218,35 @@ def measure(
     store: StrPath | None = None,
     progress: ProgressListener | None = None,
     follow_links: bool = False,
+    all_models: bool = False,
 ) -> tuple[list[Measured], Digests]:
     """Return the tensors of each checkpoint with their digests, and how much was read and hashed.
 
     This is the first step of `analyze`, with the same arguments and errors.
     """
     _check(min_tensor_bytes, hash_algorithm)
-    given = [os.fspath(path) for path in paths]
-    found = [find(path, store) for path in given]
-    where, stored = None, next((each for each in found if isinstance(each, str)), None)
+    named = [(os.fspath(path), find(path, store)) for path in paths]
+    where, stored = None, next((each for _, each in named if isinstance(each, str)), None)
     if stored is not None:
         with pull_suggested(stored):
             where = open_store(store, hash_algorithm)
-    opened = {
-        number: open_checkpoint(each, follow_links=follow_links)
-        for number, each in enumerate(found)
-        if isinstance(each, Path)
-    }
+    given: list[str] = []
+    opened: dict[int, Checkpoint] = {}
+    held: dict[int, Measured] = {}
+    for path, each in named:
+        if isinstance(each, Path):
+            for shown, checkpoint in _opened(path, each, follow_links, all_models):
+                opened[len(given)] = checkpoint
+                given.append(shown)
+        elif where is not None:
+            shown = path if looks_like_step(path) else each
+            held[len(given)] = measure_stored(each, shown, where, min_tensor_bytes)
+            given.append(path)
     files: dict[Path, list[TensorSpec]] = {}
     for checkpoint in opened.values():
         for file in checkpoint.files:
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
     links = {file.path: each.links for each in opened.values() for file in each.files}
-    held = {
-        number: measure_stored(
-            each, given[number] if looks_like_step(given[number]) else each, where, min_tensor_bytes
-        )
-        for number, each in enumerate(found)
-        if isinstance(each, str) and where is not None
-    }
     digests = read_digests(files, hash_algorithm, hints, progress or SilentListener(), links)
     measured = [
         _measure(path, opened[number], digests, min_tensor_bytes)
@@ -288,6 +293,26 @@ def _check(min_tensor_bytes: int, hash_algorithm: str) -> None:
         )
 
 
+def _opened(
+    path: str, place: Path, follow_links: bool, all_models: bool
+) -> list[tuple[str, Checkpoint]]:
+    """The checkpoint at a place or, with `all_models`, each of several, and what to call them."""
+    try:
+        return [(path, open_checkpoint(place, follow_links=follow_links))]
+    except SeveralModelsError as error:
+        if not all_models:
+            raise
+        models = [(each, open_checkpoint(each, follow_links=follow_links)) for each in error.models]
+    if follow_links:
+        return models
+    # A file that is named alone may be a link to anywhere; one that its folder names may not.
+    links = LinkBoundary.around(place)
+    return [
+        (each, checkpoint if checkpoint.name else replace(checkpoint, links=links))
+        for each, checkpoint in models
+    ]
+
+
 def _measure(
     path: str, checkpoint: Checkpoint, digests: Digests, min_tensor_bytes: int
 ) -> Measured:
@@ -304,7 +329,8 @@ def _measure(
             leaves = ()
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
     copies = tuple(_not_indexed(checkpoint, digests))
-    return Measured(path, tensors, small, _markers(checkpoint), checkpoint.left_out(), copies)
+    left_out, name = checkpoint.left_out(), checkpoint.name
+    return Measured(path, tensors, small, _markers(checkpoint), left_out, copies, name)
 
 
 def _not_indexed(checkpoint: Checkpoint, digests: Digests) -> Iterator[NotIndexed]:

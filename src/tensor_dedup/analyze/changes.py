@@ -83,7 +83,11 @@ def _reasons(
     whole = added.adds_bytes - added.leaf_shared_bytes >= _WHOLE * checkpoint.nbytes
     if not own:
         same = _content(checkpoint) == _content(other)
-        words = f"equals {name_shown(other.path)}" if same else "all of it is there already"
+        words = (
+            f"equals {other.name or name_shown(other.path)}"
+            if same
+            else "all of it is there already"
+        )
         return Reasons(nearest, (words, *_lost(lost)))
     if whole and len(changed) < len(own) / 2:
         return Reasons(nearest, ("another model: no tensor is shared",))

@@ -41,7 +41,8 @@ class Measured:
     `tensors` are the tensors of at least the minimum size, and `small` has the names of all smaller
     ones. `markers` are the checkpoint's claims that tensors come from another checkpoint.
     `left_out` has the files of its folder that are not part of it, and `not_indexed` the copies of
-    tensors that the index does not name.
+    tensors that the index does not name. `name` is what another tool calls it in whose store it is,
+    or "".
     """
 
     path: str
@@ -50,6 +51,7 @@ class Measured:
     markers: Sequence[Marker] = ()
     left_out: Sequence[LeftOut] = ()
     not_indexed: Sequence[NotIndexed] = ()
+    name: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ from rich.text import Text
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
+from tensor_dedup.analyze.tensors import Measured
 from tensor_dedup.analyze.variants import Variant, variants
 from tensor_dedup.cli import check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
@@ -100,9 +101,11 @@ def command(
 
     Each PATH is one checkpoint: a file (safetensors, GGUF, or torch.save, whose code is never run),
     a directory with its sub-folders, a name in your Hugging Face cache (ORG/NAME or
-    ORG/NAME@REVISION), store://NAME, or a training step RUN@STEP of the store. Each file is read
-    once. Files that were hashed before and have not changed, and checkpoints in the store, are not
-    read at all.
+    ORG/NAME@REVISION), store://NAME, or a training step RUN@STEP of the store. A directory that
+    holds several models stands for each of them: quantisations beside each other, or the store of
+    Ollama or Docker Model Runner (~/.ollama/models, ~/.docker/models). Each file is read once.
+    Files that were hashed before and have not changed, and checkpoints in the store, are not read
+    at all.
     """
     check_suffix(page, ".html")
     with ByteBar("hashing") as progress:
@@ -114,10 +117,11 @@ def command(
             store=store,
             progress=progress,
             follow_links=follow_links,
+            all_models=True,
         )
     if page is not None:
         drawn, _ = _of_tensors(analysis)
-        write_page(page, drawn, _labels(paths))
+        write_page(page, drawn, _labels(drawn.checkpoints))
     written = None if markers is None else write_markers(analysis.checkpoints, markers)
     rows = [] if count is None else variants(_of_tensors(analysis)[0].checkpoints, count)
     if as_json:
@@ -126,7 +130,7 @@ def command(
         return
     show_analysis(analysis, console(), top, details=details)
     if rows:
-        _show_variants(rows, len(paths), console())
+        _show_variants(rows, len(analysis.checkpoints), console())
     if markers is not None:
         for folder in written or ():
             say_lines(f"written: {folder}")
@@ -144,7 +148,7 @@ def show_analysis(
     `top` limits the rows of a table.
     """
     analysis, left_out = _of_tensors(analysis)
-    labels = _labels([checkpoint.path for checkpoint in analysis.checkpoints])
+    labels = _labels(analysis.checkpoints)
     show_summary(analysis, labels, console, whole=details)
     if details:
         show_tables(analysis, labels, console, top)
@@ -201,12 +205,12 @@ def _of_tensors(analysis: Analysis) -> tuple[Analysis, str]:
     return compare(checkpoints, analysis.bytes_read, analysis.bytes_hashed), left_out
 
 
-def _labels(paths: Sequence[str]) -> list[str]:
-    """The shortest ends of the paths, as they were given, that tell them apart.
+def _labels(checkpoints: Sequence[Measured]) -> list[str]:
+    """The names that other tools gave, or the shortest ends of the paths that tell them apart.
 
     A path that is given twice keeps its last part.
     """
-    parts = [name_parts(path) for path in paths]
+    parts = [(each.name,) if each.name else name_parts(each.path) for each in checkpoints]
     different = set(parts)
     shown = []
     for own in parts:

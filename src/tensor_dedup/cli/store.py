@@ -48,7 +48,7 @@ from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 from tensor_dedup.store.upkeep.usage import Usage
-from tensor_dedup.store.writing.sources import HubSnapshot, snapshots
+from tensor_dedup.store.writing.sources import HubSnapshot, models_at, snapshots
 from tensor_dedup.text_table import human
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -193,6 +193,9 @@ _FOUND = "auto"
 )
 @click.option("--external", is_flag=True, help="Index the weights where they are, without a copy.")
 @click.option("--hub-cache", is_flag=True, help="Index your whole Hugging Face cache, in place.")
+@click.option(
+    "--all-models", is_flag=True, help="Import each of several models in PATH under its own name."
+)
 @follow_links_option
 @store_option
 @json_option
@@ -204,6 +207,7 @@ def import_(
     base: str | None,
     external: bool,
     hub_cache: bool,
+    all_models: bool,
     follow_links: bool,
     store: str | None,
     as_json: bool,
@@ -213,6 +217,10 @@ def import_(
     PATH is a file (safetensors, GGUF, torch.save), an index, a folder, or a name in your Hugging
     Face cache (ORG/NAME or ORG/NAME@REVISION). A folder's other files (config, tokenizer) are kept
     too, so that an export works anywhere.
+
+    A folder may hold several models: quantisations beside each other, or the store of Ollama or
+    Docker Model Runner (~/.ollama/models, ~/.docker/models). Without --all-models you are told what
+    there is, and name one by its path.
 
     A tensor that equals a stored one except for some pieces of 2 MiB takes the space of those
     pieces only. So a vocabulary that grew takes the space of its new rows.
@@ -235,31 +243,70 @@ def import_(
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
     if hub_cache:
-        if path is not None or name is not None:
-            raise WrongUse("--hub-cache names every snapshot itself: no PATH, no --name")
+        if path is not None or name is not None or all_models:
+            raise WrongUse(
+                "--hub-cache names every snapshot itself: no PATH, no --name, no --all-models"
+            )
         import_cache(store, replace, follow_links, as_json)
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
+    if all_models and name is not None:
+        raise WrongUse("--all-models names every model itself: leave --name out")
     place = locate(path)
-    try:
-        target = existing(store)
-    except NoStoreError:  # a new one only where there is something to import
-        open_checkpoint(place, follow_links=follow_links)
-        target = Store.open(store)
-    with ByteBar("importing") as progress:
-        result = target.import_(
-            place,
-            name,
-            replace,
-            progress=progress,
-            hints=StoreHints(),
-            compress=compress,
-            base=None if base == _FOUND else base,
-            external=external,
-            follow_links=follow_links,
-        )
+    models = models_at(place, follow_links=follow_links) if all_models else []
+    target = _target(store, None if models else place, follow_links)
+
+    def take(model: Path, called: str | None, label: str = "importing") -> ImportResult:
+        with ByteBar(label) as progress:
+            return target.import_(
+                model,
+                called,
+                replace,
+                progress=progress,
+                hints=StoreHints(),
+                compress=compress,
+                base=None if base == _FOUND else base,
+                external=external,
+                follow_links=follow_links,
+            )
+
+    if all_models:
+        _import_all(models, take, as_json)
+        return
+    result = take(place, name)
     say(result.to_dict(), as_json, *_import_lines(result))
+
+
+def _target(store: str | None, place: Path | None, follow_links: bool) -> Store:
+    """Open the store or, where there is a checkpoint at `place`, make one."""
+    try:
+        return existing(store)
+    except NoStoreError:
+        if place is not None:
+            open_checkpoint(place, follow_links=follow_links)
+        return Store.open(store)
+
+
+def _import_all(
+    models: Sequence[tuple[Path, str]],
+    take: Callable[[Path, str, str], ImportResult],
+    as_json: bool,
+) -> None:
+    """Import each model under its name; one that fails is reported, and the others go on."""
+    done: list[ImportResult] = []
+    failed: dict[str, str] = {}
+    for path, name in models:
+        try:
+            done.append(take(path, name, name))
+        except TensorDedupError as error:
+            failed[name] = str(error)
+            click.echo(printable(f"{name}: {error}"), err=True)
+    lines = [line for result in done for line in _import_lines(result)]
+    document = {"imported": [result.to_dict() for result in done], "failed": failed}
+    say(document, as_json, *lines)
+    if failed:
+        raise Failure(f"{len(failed)} of {len(models)} models could not be imported")
 
 
 def _import_lines(result: ImportResult) -> list[str]:

@@ -34,8 +34,10 @@ from tensor_dedup.errors import (
     CheckpointNotFoundError,
     FormatError,
     NoSuchPathError,
+    SeveralModelsError,
     UnsupportedError,
 )
+from tensor_dedup.formats.alternatives import several_models
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     CheckpointFilesError,
@@ -49,6 +51,14 @@ from tensor_dedup.formats.hub_cache import cache_path, may_name
 from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
+from tensor_dedup.formats.model_stores import is_manifest, models_in, open_model
+from tensor_dedup.formats.rank_files import (
+    SLICES_FOLDER,
+    are_slices,
+    refuse_distributed,
+    refuse_parts,
+    refuse_slices,
+)
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
 from tensor_dedup.formats.weight_choice import (
@@ -107,13 +117,15 @@ class Checkpoint:
 
     `links` says where symbolic links in the checkpoint may lead. Code that opens one of the files
     again must check the file against `links` again. `not_weights` has the relative paths of files
-    that are called as weights are, and are none.
+    that are called as weights are, and are none. `name` is what another tool calls it in whose
+    store it is, or "".
     """
 
     path: Path
     files: tuple[CheckpointFile, ...]
     links: LinkBoundary
     not_weights: frozenset[str] = frozenset()
+    name: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -176,22 +188,41 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
     """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
 
+    `path` may also be a model's manifest in the store of Ollama or Docker Model Runner.
+
     No tensor data is read. Symbolic links are followed within the folder and, in a Hugging Face
     cache, to the blobs of the same repository and to the shared ones. With `follow_links`, they are
     followed anywhere.
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
-        UnsupportedError: The weights are in formats that this version does not read.
+        SeveralModelsError: The folder holds several models. The error has the path of each.
+        UnsupportedError: The weights are in formats that this version does not read, or each of
+            several processes wrote a part of them.
         FormatError: A file or an index is malformed, or a link leads out of the folder.
     """
     root = Path(path)
+    if is_manifest(root):
+        return _open_model(root, follow_links)
+    if root.is_dir() and (models := models_in(root, follow_links=follow_links)):
+        what = f"the store of another tool, with {len(models)} models"
+        raise SeveralModelsError.of(str(root), what, models)
     folder = root if root.is_dir() else root.parent
     links = ANYWHERE if follow_links else LinkBoundary.around(folder)
     found = _open_tree(root, links) if root.is_dir() else _open_file(root, links)
     files = found.superseding()
     _refuse_repeated(files)
     return Checkpoint(root, tuple(files), found.links, frozenset(found.not_weights))
+
+
+def _open_model(manifest: Path, follow_links: bool) -> Checkpoint:
+    model = open_model(manifest, follow_links=follow_links)
+    files = [
+        CheckpointFile(each.path, each.prefix, _read_header(each.path, model.links))
+        for each in model.weights
+    ]
+    _refuse_repeated(files)
+    return Checkpoint(manifest, tuple(files), model.links, name=model.name)
 
 
 def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
@@ -203,6 +234,7 @@ def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
         )
     if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
+    refuse_distributed(path, [])
     found = _OpenFiles(links)
     if path.name == _CONFIGURATION:
         raise CheckpointNotFoundError(
@@ -218,6 +250,7 @@ def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
         else:
             found = _OpenFiles(ANYWHERE)
             found.add(path, "", header)
+    _refuse_slices(path, found.files)
     return found
 
 
@@ -230,6 +263,9 @@ def _open_tree(root: Path, links: LinkBoundary) -> "_OpenFiles":
         for error in found.not_weights.values():
             raise error
         _nothing(root, components, links)
+    _refuse_slices(root, found.files)
+    if not components and not found.indexed:
+        _refuse_several(root, found.files)
     return found
 
 
@@ -243,6 +279,8 @@ def _walk(
         if (top == _SECOND_COPY and found.files) or _identity(folder) in found.indexed:
             continue
         names, before = _names(folder), len(found.files)
+        if prefix == f"{SLICES_FOLDER}/" and found.files and are_slices(names):
+            continue
         found.add_folder(folder, prefix, names, any_name)
         others = [prefix + name for name in names if name.endswith(_FOREIGN)]
         if components and others and len(found.files) == before:
@@ -279,6 +317,7 @@ class _OpenFiles:
     def add_folder(self, folder: Path, prefix: str, names: list[str], any_name: bool) -> None:
         """Add the weights among the files of a folder."""
         choice = _choose(names, any_name)
+        refuse_parts(folder, choice.files)
         if choice.missing is not None:
             raise CheckpointFilesError.at(
                 CheckpointFault.MISSING_SHARD,
@@ -530,6 +569,18 @@ def _read_json(path: Path, links: LinkBoundary) -> dict[str, object]:
     return decode_object(blob, str(path))
 
 
+def _refuse_slices(root: Path, files: list[CheckpointFile]) -> None:
+    weights = [(file.path, file.header) for file in files]
+    refuse_slices(root, weights, _names(files[0].path.parent))
+
+
+def _refuse_several(root: Path, files: list[CheckpointFile]) -> None:
+    models = several_models((file.path, file.prefix, file.header) for file in files)
+    if models:
+        what = f"{len(models)} models in this folder, and one was asked for"
+        raise SeveralModelsError.of(str(root), what, {str(each): "" for each in models})
+
+
 def _refuse_repeated(files: list[CheckpointFile]) -> None:
     seen: dict[str, Path] = {}
     for file in files:
@@ -560,12 +611,13 @@ def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
 
 
 def _nothing(root: Path, components: frozenset[str], links: LinkBoundary) -> NoReturn:
-    foreign = [
+    names = [
         prefix + name
         for prefix, folder in _folders(root, components, links)
         for name in _names(folder)
-        if name.endswith(_FOREIGN)
     ]
+    refuse_distributed(root, names)
+    foreign = [name for name in names if name.endswith(_FOREIGN)]
     if foreign:
         raise _unsupported(root, foreign)
     raise CheckpointNotFoundError(

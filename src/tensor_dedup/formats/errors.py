@@ -120,6 +120,10 @@ class CheckpointFault(FormatFault):
         "The parts of a split GGUF model do not fit together.",
         "give each part the name that the splitter gave it, or download them again",
     )
+    MANIFEST = (
+        "A manifest in the store of a model runner names no files, or none that can be right.",
+        "pull the model again with the tool whose store it is",
+    )
 
 
 class CheckpointFilesError(LocatedError[CheckpointFault]):

@@ -31,6 +31,8 @@ from tensor_dedup.formats.left_out import LeftOutReason
 SAFETENSORS = "safetensors"
 PYTORCH = "bin|pt|pth|ckpt"
 GGUF = "gguf"
+# Of torch.distributed.checkpoint: beside weights, the state of an optimizer.
+DISTRIBUTED = ".distcp"
 
 _VARIANT = r"\.[A-Za-z]\w*"
 _INDEX = re.compile(
@@ -74,6 +76,7 @@ _SUFFIXES = (
     ".msgpack",
     ".onnx",
     ".npz",
+    DISTRIBUTED,
 )
 
 
@@ -175,7 +178,7 @@ def why_left_out(path: str) -> LeftOutReason | None:
         return None
     *folders, name = PurePosixPath(path).parts
     state = _TRAINING_STATE.fullmatch(name) or _DEEPSPEED_STATE.fullmatch(name)
-    if state or any(map(_TRAINING_FOLDER.fullmatch, folders)):
+    if state or name.endswith(DISTRIBUTED) or any(map(_TRAINING_FOLDER.fullmatch, folders)):
         return LeftOutReason.TRAINING_STATE
     return LeftOutReason.OTHER_COPY
 

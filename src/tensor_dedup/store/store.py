@@ -19,7 +19,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.format.layout import StoreLayout
-from tensor_dedup.store.format.names import check_name, marked_by, name_of
+from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.store.handle import StoreHandle
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.init import default_path, initialise, workers
@@ -39,7 +39,7 @@ from tensor_dedup.store.writing.import_ import (
     expected_manifest,
     import_source,
 )
-from tensor_dedup.store.writing.sources import read_source
+from tensor_dedup.store.writing.sources import default_name, read_source
 from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:
@@ -168,7 +168,9 @@ class LocalStore:
         from tensor_dedup.store.steps.runs import check_no_step
 
         source_path = Path(path)
-        wanted = check_name(name) if name is not None else name_of(source_path.absolute())
+        if name is None:
+            name = default_name(source_path.absolute(), follow_links=follow_links)
+        wanted = check_name(name)
         check = partial(check_no_step, self.handle.objects, wanted)
         with self.handle.session() as (index, hasher):
             check()  # before the work; it is looked at again after it

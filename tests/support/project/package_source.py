@@ -57,7 +57,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
             "safetensors",
         ),
         *("gguf", "pytorch", "serverless", "placeholders", "markers", "weights", "gguf_parts"),
-        "checkpoint",
+        *("alternatives", "model_stores", "rank_files", "checkpoint"),
     ),
     "memory_manager": ("errors", "protocol", "cuda", "backends", "core", "client", "server"),
     "store": (

@@ -45,7 +45,8 @@ def write_files(
     has the paths of these files, relative to the checkpoint's folder.
 
     Raises:
-        UnsupportedError: A weight file of the checkpoint is not a safetensors file.
+        UnsupportedError: A weight file of the checkpoint is not a safetensors file, or the files
+            lie in the store of another tool.
         FormatError: A link leads out of the checkpoint.
     """
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -55,6 +56,12 @@ def write_files(
             raise UnsupportedError(
                 f"{file.path}: is no safetensors file; save the fine-tune as safetensors first",
                 path=str(file.path),
+            )
+        if not file.path.is_relative_to(root):
+            raise UnsupportedError(
+                f"{checkpoint.path}: its files lie in the store of another tool; import it with "
+                "`tensor-dedup import`, and give store://NAME",
+                path=str(checkpoint.path),
             )
         place = target / file.path.relative_to(root)
         place.parent.mkdir(parents=True, exist_ok=True)

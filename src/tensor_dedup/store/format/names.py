@@ -75,13 +75,18 @@ def name_of(path: Path) -> str:
     """
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
-            return _fit("/".join(match["name"].split("--")))
+            return fit("/".join(match["name"].split("--")))
     if path.parent.name and path.suffix and is_generic(path.name):
-        return _fit(path.parent.name)
-    return _fit(path.stem if path.suffix in SUFFIXES else path.name)
+        return fit(path.parent.name)
+    return fit(path.stem if path.suffix in SUFFIXES else path.name)
 
 
-def _fit(text: str) -> str:
+def fit(text: str) -> str:
+    """Return `text` as a checkpoint name: what a name may not have becomes `-`, and the end is cut.
+
+    Raises:
+        BadNameError: Nothing is left.
+    """
     parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in text.split("/")]
     return check_name(shortened("/".join(part for part in parts if part)))
 

@@ -4,7 +4,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.errors import (
+    ChangedFileError,
+    CheckpointNotFoundError,
+    FormatError,
+    SeveralModelsError,
+)
 from tensor_dedup.formats.checkpoint import (
     Checkpoint,
     CheckpointFile,
@@ -14,10 +19,11 @@ from tensor_dedup.formats.checkpoint import (
 from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
 from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
+from tensor_dedup.formats.model_stores import is_manifest, open_model
 from tensor_dedup.formats.weight_choice import is_index, why_left_out
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
-from tensor_dedup.store.format.names import name_of, shortened
+from tensor_dedup.store.format.names import fit, name_of, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,12 @@ def read_source(files: Files, path: Path, *, follow_links: bool = False) -> Impo
 
     If `path` is a folder, its other files (config, tokenizer, indexes) are included. Hidden files
     and weights that `open_checkpoint` does not choose are left out. `follow_links` allows symbolic
-    links to lead anywhere. Raises the errors of `open_checkpoint`.
+    links to lead anywhere. A model in the store of another tool has all files that its manifest
+    names, and the manifest. Raises the errors of `open_checkpoint`.
     """
     checkpoint = open_checkpoint(path, follow_links=follow_links)
+    if is_manifest(checkpoint.path):
+        return _model(files, checkpoint, follow_links)
     status = files.status(checkpoint.path)
     if status is None or status.kind != "folder":
         root = checkpoint.path.parent
@@ -99,6 +108,30 @@ def read_source(files: Files, path: Path, *, follow_links: bool = False) -> Impo
             taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name, ANYWHERE))
         return ImportSource(tuple(taken), ())
     return _folder(files, checkpoint)
+
+
+def _model(files: Files, checkpoint: Checkpoint, follow_links: bool) -> ImportSource:
+    model = open_model(checkpoint.path, follow_links=follow_links)
+    if [file.path for file in checkpoint.files] != [each.path for each in model.weights]:
+        raise ChangedFileError(
+            f"{checkpoint.path}: it was written meanwhile; import the model again when nobody "
+            "pulls it",
+            path=str(checkpoint.path),
+        )
+    weights = [
+        ImportFile(
+            file.path,
+            each.name,
+            file.prefix,
+            segments_of(file.header),
+            True,
+            aliases_in(file.header),
+            links=model.links,
+        )
+        for file, each in zip(checkpoint.files, model.weights, strict=True)
+    ]
+    others = [_verbatim(files, each.path, each.name, model.links) for each in model.others]
+    return ImportSource((*weights, *others), ())
 
 
 def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
@@ -116,6 +149,42 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
         else:
             others.append(_verbatim(files, path, name, links))
     return ImportSource((*weights, *others), tuple(sorted(left_out, key=lambda each: each.path)))
+
+
+def default_name(path: Path, *, follow_links: bool = False) -> str:
+    """Return the name that the checkpoint at `path` gets in a store if none is given.
+
+    For a model in the store of another tool, that is the name there. Raises the errors of
+    `open_checkpoint` for such a model.
+    """
+    if is_manifest(path):
+        return fit(open_model(path, follow_links=follow_links).name)
+    return name_of(path)
+
+
+def models_at(path: Path, *, follow_links: bool = False) -> list[tuple[Path, str]]:
+    """Return each model at `path` and its name in a store; one, if `path` is a single checkpoint.
+
+    The names are those that each gets alone if these differ. Otherwise each is the name of the
+    folder and the model's path in it. Raises the errors of `open_checkpoint`.
+    """
+    try:
+        open_checkpoint(path, follow_links=follow_links)
+    except SeveralModelsError as error:
+        models = [Path(each).absolute() for each in error.models]
+    else:
+        return [(path, default_name(path.absolute(), follow_links=follow_links))]
+    names = []
+    for each in models:
+        try:
+            names.append(default_name(each, follow_links=follow_links))
+        except FormatError:  # of a manifest; its import will say so
+            names.append(fit(f"{each.parent.name}/{each.name}"))
+    if len({*names}) < len(names):
+        folder = name_of(path.absolute())
+        inside = (each.relative_to(path.absolute()).with_suffix("") for each in models)
+        names = [fit(f"{folder}/{each.as_posix()}") for each in inside]
+    return list(zip(models, names, strict=True))
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:

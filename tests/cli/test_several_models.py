@@ -1,0 +1,244 @@
+"""Folders of other tools on the command line: several models, other tools' stores, parts of one."""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from files.model_store_files import (
+    docker_model,
+    gguf_bytes,
+    ollama_model,
+    safetensors_bytes,
+    write,
+)
+from processes import commands
+from store_runs.stores import content
+from tensor_dedup import Store, load_tensors
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
+from tensor_dedup.planning.substitution.substitute import substitute
+
+ALPHA = gguf_bytes({"blk.0.a": 1.0, "blk.1.a": 2.0})
+BETA = gguf_bytes({"blk.0.a": 1.0, "blk.1.a": 3.0})
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return commands.run(*arguments)
+
+
+def document(*arguments: str | Path) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
+
+
+def quantisations(root: Path) -> Path:
+    files = {"m.Q4_K_M.gguf": ALPHA, "m.Q8_0.gguf": BETA, "mmproj.gguf": gguf_bytes({"v": 4.0})}
+    for name, data in files.items():
+        write(root / name, data)
+    return root
+
+
+def ollama(root: Path) -> Path:
+    for name, data in (("alpha", ALPHA), ("beta", BETA), ("gamma", ALPHA)):
+        layers = [("model", data), ("template", b"T")]
+        ollama_model(root, f"registry.ollama.ai/library/{name}/latest", layers)
+    return root
+
+
+def docker(root: Path) -> Path:
+    for name, data in (("alpha", ALPHA), ("beta", BETA)):
+        docker_model(root, f"index.docker.io/ai/{name}:latest", [("gguf.v3", data)])
+    return root
+
+
+def slices(root: Path) -> Path:
+    for rank in (0, 1):
+        info = json.dumps({"w": {"saved_offsets": [2 * rank]}})
+        data = safetensors_bytes({"w": float(rank)}, DCP_SHARDING_INFO=info)
+        write(root / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors", data)
+    return root
+
+
+def distributed(root: Path) -> Path:
+    for name in (".metadata", "__0_0.distcp"):
+        write(root / name, b"x")
+    return root
+
+
+def deepspeed(root: Path) -> Path:
+    (root / "global_step10").mkdir(parents=True)
+    for rank in (0, 1):
+        file = root / "global_step10" / f"mp_rank_0{rank}_model_states.pt"
+        torch.save({"module": {"w": torch.full((4,), float(rank))}}, file)
+    return root
+
+
+Made = Callable[[Path], Path]
+
+
+@pytest.mark.parametrize(
+    ("make", "status", "says"),
+    [
+        (quantisations, 2, "3 models in this folder"),
+        (ollama, 2, "the store of another tool, with 3 models"),
+        (slices, 1, "consolidate_safetensors_files"),
+        (distributed, 1, "dcp_to_torch"),
+        (deepspeed, 1, "zero_to_fp32.py"),
+    ],
+)
+def test_every_verb_and_the_library_say_the_same(
+    tmp_path: Path, make: Made, status: int, says: str
+) -> None:
+    root, other = make(tmp_path / "given"), tmp_path / "other.safetensors"
+    write(other, safetensors_bytes({"w": 1.0}))
+    where = ("--store", tmp_path / "store")
+    verbs: list[tuple[str | Path, ...]] = [
+        ("import", root, *where),
+        ("diff", other, root),
+        ("du", root, *where),
+        ("substitute", other, root, "--layers", "0", "--output", tmp_path / "out"),
+    ]
+    if status == 1:
+        verbs.append(("analyze", root))
+    with pytest.raises(TensorDedupError) as caught:
+        Store.open(tmp_path / "library").import_(root)
+    assert says in str(caught.value)
+    for verb in [*verbs, (*verbs[0], "--json")]:
+        result = run(*verb)
+        assert (result.returncode, result.stdout) == (status, ""), verb
+        assert says in result.stderr
+        assert "keep one" not in result.stderr
+    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (quantisations, ["m.Q4_K_M", "m.Q8_0", "mmproj"]),
+        (ollama, ["alpha/latest", "beta/latest", "gamma/latest"]),
+        (docker, ["ai/alpha/latest", "ai/beta/latest"]),
+    ],
+)
+def test_one_is_imported_or_all_under_their_names(
+    tmp_path: Path, make: Made, names: list[str]
+) -> None:
+    root, where = make(tmp_path / "given"), ("--store", tmp_path / "store")
+    listed = run("import", root, *where).stderr
+    compared = document("analyze", root)["checkpoints"]
+    for each in compared:
+        assert each["path"] in listed
+    one = min(compared, key=lambda each: each["name"] or each["path"])
+    assert document("import", one["path"], *where)["name"] == names[0]
+    done = document("import", root, "--all-models", *where)
+    assert sorted(each["name"] for each in done["imported"]) == names
+    assert done["failed"] == {}
+    assert [each["name"] for each in done["imported"] if each["unchanged"]] == [names[0]]
+    assert [each["name"] for each in document("list", *where)["checkpoints"]] == names
+    # What is in the store is what was compared.
+    both = document("analyze", one["path"], f"store://{names[0]}", *where)
+    assert both["checkpoints"][1]["adds_bytes"] == 0
+    assert both["pairs"][0]["shared_tensors"] == one["tensors"]
+
+
+def test_equal_blobs_are_read_and_stored_once(tmp_path: Path) -> None:
+    root = ollama(tmp_path / "given")
+    found = document("analyze", root, "--no-hints")
+    assert [each["name"] for each in found["checkpoints"]] == [
+        f"{name}/latest" for name in ("alpha", "beta", "gamma")
+    ]
+    assert (found["total_bytes"], found["unique_bytes"]) == (3 * 64, 3 * 32)
+    assert found["bytes_read"] == 2 * 64
+    tags = root / "manifests" / "registry.ollama.ai"
+    assert document("analyze", tags)["checkpoints"] == found["checkpoints"]
+    assert "equals alpha/latest" in run("analyze", tags).stdout
+    done = document("import", root, "--all-models", "--store", tmp_path / "store")["imported"]
+    assert [each["new_tensors"] for each in done] == [2, 1, 0]
+
+
+def test_an_export_holds_the_files_under_plain_names(tmp_path: Path) -> None:
+    root, store = ollama(tmp_path / "given"), tmp_path / "store"
+    manifest = root / "manifests" / "registry.ollama.ai" / "library" / "alpha" / "latest"
+    for name, options in (("copied", ()), ("in-place", ("--external",))):
+        run("import", manifest, "--name", name, *options, "--store", store)
+        assert document("export", name, tmp_path / name, "--store", store)["name"] == name
+        assert content(tmp_path / name) == {
+            "model.gguf": ALPHA,
+            "template.txt": b"T",
+            "manifest-config.json": b"{}",
+            "manifest.json": manifest.read_bytes(),
+        }
+    with Store.open(store).checkpoint("copied") as opened:
+        tensors = load_tensors(opened)
+    assert tensors["blk.1.a"].view(torch.float32).tolist() == [2.0] * 8
+
+
+def test_text_and_page_call_models_by_the_names_of_their_tool(tmp_path: Path) -> None:
+    root = docker(tmp_path / "given")
+    page = tmp_path / "page.html"
+    result = run("analyze", root, "--html", page)
+    assert result.returncode == 0
+    rows = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert [row for row in rows if row.startswith("ai/")] == ["ai/alpha/latest", "ai/beta/latest"]
+    assert "ai/beta/latest" in page.read_text()
+
+
+def test_of_models_that_fail_the_others_are_imported(tmp_path: Path) -> None:
+    root, where = ollama(tmp_path / "given"), ("--store", tmp_path / "store")
+    bad = root / "manifests" / "registry.ollama.ai" / "library" / "beta" / "latest"
+    bad.write_text(bad.read_text().replace("sha256:", "sha256:../"))
+    result = run("import", root, "--all-models", "--json", *where)
+    assert result.returncode == 1
+    assert "1 of 3 models could not be imported" in result.stderr
+    done = json.loads(result.stdout)
+    assert [each["name"] for each in done["imported"]] == ["alpha/latest", "gamma/latest"]
+    (said,) = done["failed"].values()
+    assert str(bad) in said
+
+
+def test_names_that_several_would_have_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--org--repo-GGUF" / "snapshots" / ("0" * 40)
+    quantisations(snapshot)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    where = ("--store", tmp_path / "store")
+    done = document("import", "org/repo-GGUF", "--all-models", *where)["imported"]
+    assert [each["name"] for each in done] == [
+        f"org/repo-GGUF/{name}" for name in ("m.Q4_K_M", "m.Q8_0", "mmproj")
+    ]
+
+
+@pytest.mark.parametrize("more", [("--name", "x"), ("--hub-cache",)])
+def test_all_models_goes_with_no_name(tmp_path: Path, more: tuple[str, ...]) -> None:
+    given = () if "--hub-cache" in more else (quantisations(tmp_path / "given"),)
+    result = run("import", *given, "--all-models", *more, "--store", tmp_path / "store")
+    assert result.returncode == 2
+    assert "--all-models" in result.stderr
+
+
+def test_a_single_model_is_imported_with_the_option_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "one" / "model.safetensors", safetensors_bytes({"w": 1.0}))
+    done = document("import", path.parent, "--all-models", "--store", tmp_path / "store")
+    assert [each["name"] for each in done["imported"]] == ["one"]
+
+
+def test_a_model_of_another_tools_store_is_no_tune_to_substitute(tmp_path: Path) -> None:
+    tensors: Mapping[str, float] = {"model.layers.0.w": 1.0}
+    data = safetensors_bytes(tensors)
+    root = tmp_path / "given"
+    manifest = ollama_model(root, "registry.ollama.ai/library/m/latest", [("tensor", data)])
+    base = write(tmp_path / "base.safetensors", safetensors_bytes({"model.layers.0.w": 2.0}))
+    with pytest.raises(UnsupportedError, match="import it"):
+        substitute(base, manifest, tmp_path / "out", layers="0")
+    assert not (tmp_path / "out").exists()
+    store = Store.open(tmp_path / "store")
+    store.import_(manifest, "m")
+    done = substitute(base, "store://m", tmp_path / "out", layers="0", store=store.path)
+    assert [layer.name for layer in done.layers] == ["model.layers.0"]
