@@ -30,7 +30,7 @@ class Asked:
     def _hook(self, event: str, values: tuple[Any, ...]) -> None:
         # The address of a socket of the file system, as a memory manager has, is a text.
         if event in ASKED and not isinstance(values[-1], str | bytes):
-            self.found.append(f"{event} {values[-1]}")
+            self.found.append(f"{event} {values}")
 
 
 def every_verb(root: str) -> None:
