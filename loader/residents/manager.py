@@ -453,9 +453,20 @@ class ManagerResidents(Generic[Request, Held]):
             )
 
 
+# What this process was called.
+_called: str | None = None
 _clients: dict[tuple[int, str, str], Client] = {}
 _clients_lock = threading.Lock()
 os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=threading.Lock()))
+
+
+def call_this_process(name: str | None) -> None:
+    """Give the name by which memory managers are to call this process, from the next connection on.
+
+    None stands for the name of its program.
+    """
+    global _called
+    _called = name
 
 
 def client_of(where: str, device: str = "") -> Client:
@@ -480,6 +491,8 @@ def client_of(where: str, device: str = "") -> Client:
 
 def _program() -> str:
     """Return a name of this process for people; the manager knows its process number."""
+    if _called is not None:
+        return printed(_called)
     program = Path(sys.argv[0]).name if sys.argv else ""
     program = "python" if program in ("", "-c", "-m") else program
     process = multiprocessing.current_process().name

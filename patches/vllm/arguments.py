@@ -19,6 +19,7 @@ from tensor_dedup.loader.report import share_with_workers
 from tensor_dedup.patches.vllm import load_formats
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
+from tensor_dedup.patches.vllm.server_names import remember_port
 from tensor_dedup.patches.vllm.store_urls import (
     is_url,
     make_unresolved,
@@ -335,6 +336,8 @@ def _from_cli_args(original: Callable[..., object]) -> Callable[..., object]:
                 getattr(args, "load_format", "auto"),
                 getattr(args, "model_loader_extra_config", None),
             )
+        if str(getattr(args, "load_format", "")).lower() == LOAD_FORMAT:
+            remember_port(args)
         return original(cls, args)
 
     return from_cli_args

@@ -41,6 +41,7 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.residents.manager import call_this_process
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -60,6 +61,7 @@ from tensor_dedup.patches.vllm.load_formats import KEY, split
 from tensor_dedup.patches.vllm.plain_loads import plain_loader
 from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
+from tensor_dedup.patches.vllm.server_names import server_name
 from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
@@ -168,6 +170,7 @@ class TensorDedupLoader(ReadingLoader):
         `prefix` is passed on to vLLM.
         """
         self._note_base(model_config, draft=load_formats.is_draft(vllm_config, model_config))
+        call_this_process(server_name(vllm_config))
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
         self._keep(model_config, report)

@@ -34,7 +34,7 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 @pytest.mark.parametrize(
     ("analysis", "sentence", "command"),
     [
-        (both(QKV), "to save 2.9 KiB. Start each on", "SERVER 'a b' --port 8001 --kv-cache-m"),
+        (both(QKV), "to save 2.9 KiB. Start each on", "SERVER 'a b' --port 8000 --kv-cache-m"),
         (both(QKV, 0, ("run@1", "c")), "Start each", "SERVER store://run@1 --port"),
         (both([*QKV, "x"], 1), "save 2.9 KiB (2.0 KiB less in vLLM, which", "SERVER 'a b' "),
         (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
@@ -58,19 +58,34 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 def test_the_advice_fits(analysis: Analysis, sentence: str, command: str) -> None:
     (found,) = advice(analysis)
     assert sentence in found.sentence
-    assert found.command.startswith(command.replace("SERVER", vllm_server()))
-    assert bool(found.command) == bool(command)
+    assert bool(found.commands) == bool(command)
+    assert all(c.startswith(command.replace("SERVER", vllm_server())) for c in found.commands[:1])
+
+
+def test_each_model_has_a_command_with_a_port_of_its_own() -> None:
+    """But one that shares nothing: it is started as it is now."""
+    same = {name: name for name in QKV}
+    other = {name: f"other {name}" for name in QKV}
+    models = [of("a b", **same), of("c", **same), of("full", **other), of("run@1", **same)]
+    together, _ = advice(compare(models))
+    starts = [f"{vllm_server()} {model} --port " for model in ("'a b'", "c", "store://run@1")]
+    assert [
+        command[: len(start)] for command, start in zip(together.commands, starts, strict=True)
+    ] == starts
+    ports = [command.split("--port ")[1].split()[0] for command in together.commands]
+    assert ports == ["8000", "8001", "8002"]
+    assert all("--kv-cache-memory-bytes 1G " in command for command in together.commands)
 
 
 def test_a_command_has_the_store_that_was_given(tmp_path: Path) -> None:
     (found,) = advice(both(["x", "y"], 1, ("store://a", "run@2")), "my store")
-    assert found.command == "tensor-dedup diff store://a run@2 --store 'my store'"
+    assert found.commands == ("tensor-dedup diff store://a run@2 --store 'my store'",)
     (found,) = advice(both(QKV, 0, ("run@1", "c")), str(tmp_path))
-    assert found.command.endswith(
+    assert found.commands[0].endswith(
         f""" --tensor-dedup '{{"memory_manager": "auto", "store": "{tmp_path}"}}'"""
     )
     (found,) = advice(both(QKV), str(tmp_path))
-    assert found.command.endswith(""" --tensor-dedup '{"memory_manager": "auto"}'""")
+    assert found.commands[0].endswith(""" --tensor-dedup '{"memory_manager": "auto"}'""")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +108,9 @@ def test_the_server_is_one_that_runs_here(
     monkeypatch.setattr(metadata, "version", version)
     assert vllm_server() == server
     (found,) = advice(both(QKV))
-    assert ("--enforce-eager" in found.command) == (server != "vllm serve")  # a CPU compiles long
+    assert ("--enforce-eager" in found.commands[0]) == (
+        server != "vllm serve"
+    )  # a CPU compiles long
 
 
 def test_nothing_and_everything_are_said_only_where_they_are_true() -> None:

@@ -14,7 +14,10 @@ import safetensors.numpy
 from models import gallery
 from processes import chromium
 from tensor_dedup.analyze import analyze
+from tensor_dedup.analyze.analysis import compare
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.cli.analysis_page import page, write_page
+from tensor_dedup.types import Fingerprint
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 LABELS = list(gallery.MAKERS)
@@ -138,6 +141,45 @@ def test_a_browser_shows_it_and_axe_finds_nothing_serious(
         shown.press("Escape", 27)
         assert not shown.ask(is_open)
         assert [*open_findings, *shown.accessibility()] == []
+
+
+def of_layers(name: str, count: int, changed: str = "") -> Measured:
+    """A checkpoint with the parts and the sizes of a large model."""
+    parts = [f"model.layers.{n}.self_attn.{p}_proj.weight" for n in range(count) for p in "qkvo"]
+    return Measured(
+        name,
+        [
+            AnalyzedTensor(
+                part,
+                Fingerprint((8192, 8192), "BF16", part + name * bool(changed and changed in part)),
+                100 << 20,
+            )
+            for part in ["model.embed_tokens.weight", *parts, "model.norm.weight"]
+        ],
+    )
+
+
+def test_a_window_of_1280_pixels_has_all_layers_and_the_reason(tmp_path: Path) -> None:
+    seen = "el => el.getBoundingClientRect().right <= document.documentElement.clientWidth"
+    cut = "el => el.scrollWidth > el.clientWidth"
+    last = "[...document.querySelectorAll('#layers tbody .cell button')].at(-2).textContent"
+    reasons = "[...document.querySelectorAll('tr.why')].map(el => el.innerText)"
+    with chromium.browser() as shown:
+        for count in (24, 28, 61, 80):
+            tune = of_layers("Meta-Llama-3.1-70B-Instruct-one-layer", count, f".{count - 1}.")
+            analysis = compare([of_layers("Meta-Llama-3.1-70B", count), tune])
+            target = tmp_path / f"{count}.html"
+            write_page(target, analysis, [each.path for each in analysis.checkpoints])
+            shown.show(target.as_uri(), 1280)
+            for what in ("#layers", "#layers .cell button", "#layers tr.why td"):
+                assert shown.ask(f"[...document.querySelectorAll('{what}')].every({seen})"), what
+            # Each cell has its number, whole.
+            cells = "[...document.querySelectorAll('#layers .cell button')]"
+            assert shown.ask(f"{cells}.every(el => el.innerText !== '')")
+            assert not shown.ask(f"{cells}.some({cut})")
+            assert int(shown.ask(last)) < 100
+            assert shown.ask(reasons) == ["loaded first", f"changed: layer {count - 1}"]
+        assert shown.accessibility() == []
 
 
 def test_axe_finds_what_is_wrong() -> None:

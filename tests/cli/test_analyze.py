@@ -378,7 +378,9 @@ def test_a_row_says_what_a_checkpoint_adds_and_why(models: list[Path]) -> None:
         229_824, 29_760, 15_360, 54_528, 229_824,
     ]  # fmt: skip
     text = "\n".join(lines).replace(" \\\n    --", " --")  # where the folder's name is long
-    assert f"  {vllm_server()} {models[0]} --port 8001 --kv-cache-memory-bytes 1G --" in text
+    for number, model in enumerate(models[:-1]):
+        port = f"--port 800{number} --kv-cache-memory-bytes 1G --"
+        assert f"  {vllm_server()} {model} {port}" in text
     assert f"  tensor-dedup import {models[-1]} --compress auto" in text
 
 

@@ -52,7 +52,7 @@ def test_the_output_is_what_analyze_prints(monkeypatch: pytest.MonkeyPatch) -> N
     show_analysis(analysis, Console(file=screen, width=80, force_terminal=False))
     [block] = re.findall(r"```text\n(.*?)```", TEXT, re.DOTALL)
     assert [line.rstrip() for line in screen.getvalue().splitlines()] == block.splitlines()
-    assert len(block.splitlines()) == 9
+    assert len(block.splitlines()) == 11
 
 
 def test_the_two_commands_and_the_state_of_gpus_are_in_the_first_screen() -> None:

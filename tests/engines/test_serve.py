@@ -305,6 +305,8 @@ def test_two_servers_share_what_they_have_in_common_through_a_manager(
     shared = sum(load["shared_bytes"] for load in loads.values())
     assert 0 < shared < total / 2
     assert {client["leased_bytes"] > 0 for client in found["clients"]} == {True}
+    ports = [address.rpartition(":")[2] for address, _ in both.values()]
+    assert {each["name"] for each in found["clients"]} == {f"tiny (port {port})" for port in ports}
     leased = sum(client["leased_bytes"] for client in found["clients"])
     assert found["totals"]["resident_bytes"] <= total - shared
     assert leased > found["totals"]["resident_bytes"]  # some of it twice

@@ -1,8 +1,11 @@
 """`--tensor-dedup` on the parser that `vllm serve` builds, in this process."""
 
 import json
+import multiprocessing
+import os
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 from vllm.engine import arg_utils
@@ -10,6 +13,7 @@ from vllm.utils import argparse_utils
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
+from tensor_dedup.patches.vllm.server_names import PORT_VARIABLE, server_name
 
 # Any: what is patched into vLLM cannot be in its annotations.
 AsyncEngineArgs: Any = arg_utils.AsyncEngineArgs
@@ -68,6 +72,47 @@ def test_without_it_or_switched_off_nothing_changes(
 
     assert args.load_format == "auto"
     assert args.model_loader_extra_config == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "port"),
+    [(["--tensor-dedup"], "8123"), (["--load-format", LOAD_FORMAT], "8123"), ([], None)],
+)
+def test_the_engine_of_a_server_that_shares_knows_its_port(
+    parser: Any, flags: list[str], port: str | None, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, "of another server")
+    monkeypatch.delenv(PORT_VARIABLE)
+    parser.add_argument("--port", type=int, default=8000)  # as the server's own parser has
+
+    AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, "--port", "8123", *flags]))
+
+    assert os.environ.get(PORT_VARIABLE) == port
+
+
+class Parallel(NamedTuple):
+    world_size: int
+    rank: int
+
+
+@pytest.mark.parametrize(
+    ("port", "parallel", "name"),
+    [
+        ("8000", Parallel(1, 0), "tiny (port 8000)"),
+        ("8000", Parallel(2, 1), "tiny (port 8000, rank 1)"),
+        (None, Parallel(2, 0), "tiny (rank 0)"),
+        (None, Parallel(1, 0), "tiny"),
+    ],
+)
+def test_a_manager_calls_an_engine_by_its_model_and_port(
+    port: str | None, parallel: Parallel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PORT_VARIABLE, port or "")
+    model = SimpleNamespace(served_model_name="tiny", model="/models/llama")
+    config: Any = SimpleNamespace(model_config=model, parallel_config=parallel)
+    assert server_name(config) is None  # here several models may be loaded
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    assert server_name(config) == name
 
 
 def test_the_load_format_works_as_well(parser: Parser, model: str) -> None:

@@ -20,16 +20,18 @@ from tensor_dedup.types import STORE_SCHEME
 _LITTLE = 0.01
 # What starts vLLM's server where its command runs.
 VLLM_COMMAND = "vllm serve"
-# Without them a second server meets the first one's port, and plans with memory that it has.
-_OF_ITS_OWN = "--port 8001 --kv-cache-memory-bytes 1G"
+# Of the first server; those of the others follow it.
+_PORT = 8000
+# Without it a second server plans with memory that the first one has.
+_MEMORY = "--kv-cache-memory-bytes 1G"
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation in a sentence, and the command to run, or "" if there is none."""
+    """A recommendation in a sentence, and the commands to run, if there are any."""
 
     sentence: str
-    command: str = ""
+    commands: tuple[str, ...] = ()
 
 
 def headline(analysis: Analysis) -> str:
@@ -50,10 +52,10 @@ def advice(analysis: Analysis, store: str | None = None) -> list[Advice]:
     first = analysis.checkpoints[0].path
     if len(analysis.checkpoints) == 1:
         again = _command("analyze", first, "OTHER", store=store)
-        return [Advice("Name a second checkpoint to see what the two share.", again)]
+        return [Advice("Name a second checkpoint to see what the two share.", (again,))]
     found = []
     if analysis.saving >= _LITTLE:
-        found.append(_together(analysis, first, store))
+        found.append(_together(analysis, store))
     found += _differences(analysis, store)
     return found or [Advice("They have too little in common: load each of them as you do now.")]
 
@@ -77,10 +79,10 @@ def _differences(analysis: Analysis, store: str | None) -> list[Advice]:
         f"{who} share{'s' * one} no memory with the others. If {'it is' if one else 'they are'} "
         f"fine-tuned from {base}, a store that holds that may need the differences alone:"
     )
-    return [Advice(sentence, _command("import", path, "--compress", "auto", store=store))]
+    return [Advice(sentence, (_command("import", path, "--compress", "auto", store=store),))]
 
 
-def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
+def _together(analysis: Analysis, store: str | None) -> Advice:
     saved = human(analysis.shared_bytes)
     paths = [checkpoint.path for checkpoint in analysis.checkpoints]
     names = {tensor.name for checkpoint in analysis.checkpoints for tensor in checkpoint.tensors}
@@ -91,20 +93,16 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
     lost = analysis.shared_bytes - in_plain
     if in_vllm and in_plain >= _LITTLE * analysis.total_bytes:
         left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
-        model, config = _for_vllm(first), {"memory_manager": "auto"}
-        if store is not None and model.startswith(STORE_SCHEME):
-            config["store"] = str(Path(store).absolute())
-        server = vllm_server()
-        # On a CPU vLLM otherwise compiles for many minutes, silently, before a model first answers.
-        eager = "" if server == VLLM_COMMAND else "--enforce-eager "
-        share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
+        # What shares no memory with the others is started as it is now.
+        both = zip(paths, analysis.reasons, strict=True)
+        together = [path for path, why in both if not why.full]
         return Advice(
             f"Load them together to save {saved}{left}. Start each on a port of its own:",
-            f"{server} {shlex.quote(model)} {_OF_ITS_OWN} {eager}{share}",
+            tuple(_serving(path, _PORT + n, store) for n, path in enumerate(together)),
         )
     if not outside:
         sentence = f"The store keeps them in {saved} less than plain files would take."
-        return Advice(sentence, _command("diff", *paths[:2], store=store))
+        return Advice(sentence, (_command("diff", *paths[:2], store=store),))
     memory = (
         "vLLM fuses layers, which leaves little of it to share there"
         if in_vllm
@@ -112,8 +110,20 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
     )
     return Advice(
         f"A store keeps them in {saved} less; {memory}.",
-        _command("import", outside[0], store=store),
+        (_command("import", outside[0], store=store),),
     )
+
+
+def _serving(path: str, port: int, store: str | None) -> str:
+    """The command that serves one checkpoint and shares its weights."""
+    model, config = _for_vllm(path), {"memory_manager": "auto"}
+    if store is not None and model.startswith(STORE_SCHEME):
+        config["store"] = str(Path(store).absolute())
+    server = vllm_server()
+    # On a CPU vLLM otherwise compiles for many minutes, silently, before a model first answers.
+    eager = "" if server == VLLM_COMMAND else "--enforce-eager "
+    share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
+    return f"{server} {shlex.quote(model)} --port {port} {_MEMORY} {eager}{share}"
 
 
 def vllm_server() -> str:

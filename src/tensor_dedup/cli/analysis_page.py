@@ -18,8 +18,10 @@ from tensor_dedup.cli import given, visible
 from tensor_dedup.cli.page import HEAD
 from tensor_dedup.text_table import human
 
-# More columns than this are joined with their neighbours.
-_COLUMNS = 64
+# More columns than this are joined with their neighbours: 80 layers fit a window of 1,280 pixels.
+_COLUMNS = 42
+# More columns than this are narrow there.
+_WIDE_COLUMNS = 26
 # A page of more rows of tensors than this is slow to open: fewer of each cell are listed then.
 _TENSORS, _MOST, _LEAST = 20_000, 60, 5
 
@@ -55,7 +57,16 @@ th { font-weight: 600; text-align: left; }
 #layers > tbody > tr > td.cell { padding: .4rem 1px; }
 #layers > thead th.last, #layers > tbody > tr > td.last { padding-right: .75rem; }
 #layers > tbody th { min-width: 8rem; max-width: 20rem; overflow-wrap: break-word; }
-td.why { min-width: 12rem; max-width: 20rem; font-size: .875rem; color: var(--quiet); }
+#layers > tbody > tr.why > td { border-top: 0; padding-top: 0; font-size: .875rem;
+  color: var(--quiet); }
+#layers.narrow > tbody th { min-width: 6.5rem; max-width: 9rem; }
+#layers.narrow > tbody > tr > * { padding-right: .5rem; }
+#layers.narrow > tbody > tr > td.cell { padding: .4rem .5px; }
+#layers.narrow > thead th.group { font-size: .65rem; padding-right: .25rem; }
+#layers.narrow > thead th.layer { font-size: .65rem; white-space: normal; line-height: 1.1; }
+#layers.narrow > thead th.last, #layers.narrow > tbody > tr > td.last { padding-right: .5rem; }
+#layers.narrow .cell button { font-size: .625rem; min-width: 1.25rem; padding: 0; }
+#layers.narrow .of { display: block; }
 .number { text-align: right; white-space: nowrap; }
 .cell button { font: inherit; font-size: .75rem; line-height: 1; min-width: 2.1rem; height: 2rem;
   padding: 0 .2rem; border: 1px solid var(--line); border-radius: .25rem; cursor: pointer; }
@@ -67,10 +78,11 @@ ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .35rem 1.25re
 .legend span { display: inline-block; min-width: 2.4rem; text-align: center; font-size: .75rem;
   line-height: 1.5rem; border: 1px solid var(--line); border-radius: .25rem; margin-right: .4rem; }
 pre { background: var(--box); border: 1px solid var(--line); border-radius: .4rem;
-  padding: .6rem .8rem; margin: .25rem 0 1rem; max-width: 60rem; white-space: pre-wrap;
+  padding: .6rem .8rem; margin: .25rem 0 1rem; max-width: 70rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 pre span { display: inline-block; max-width: 100%; }
-@media (max-width: 40rem) { .of { display: block; } #layers { font-size: .85rem; }
+@media (max-width: 90rem) { .of { display: block; } }
+@media (max-width: 40rem) { #layers { font-size: .85rem; }
   #layers > tbody > tr > * { padding-right: .5rem; } #layers > tbody th { min-width: 7rem; } }
 [popover] { color: var(--text); background: var(--page); border: 1px solid var(--quiet);
   border-radius: .5rem; padding: 1rem; max-width: min(46rem, 94vw); max-height: 80vh;
@@ -162,14 +174,15 @@ def _table(
     )
     spans = "".join(f'<colgroup span="{len(section.columns)}"></colgroup>' for section in columns)
     body = "\n".join(_row(analysis, labels, n, rows[n], names, ends) for n in range(len(rows)))
+    narrow = ' class="narrow"' * (len(names) > _WIDE_COLUMNS)
     return (
-        '<table id="layers">\n'
+        f'<table id="layers"{narrow}>\n'
         "<caption>In the order of loading</caption>\n"
-        f'<colgroup span="3"></colgroup>{spans}<colgroup></colgroup>\n'
+        f'<colgroup span="3"></colgroup>{spans}\n'
         '<thead><tr><th scope="col" rowspan="2">checkpoint</th>'
         '<th scope="col" rowspan="2" class="number">adds</th>'
-        f'<th scope="col" rowspan="2" class="number">shared</th>{groups}'
-        f'<th scope="col" rowspan="2">why</th></tr>\n<tr>{layers}</tr></thead>\n'
+        f'<th scope="col" rowspan="2" class="number">shared</th>{groups}</tr>\n'
+        f"<tr>{layers}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody></table>"
     )
 
@@ -187,7 +200,7 @@ def _short(name: str) -> str:
     """The number of a layer, for the eye; the whole name is there for the ear and on hovering."""
     first, _, last = name.partition(" to ")
     numbers = [each.rpartition(".")[2] for each in (first, last) if each]
-    return "-".join(numbers) if all(map(str.isdecimal, numbers)) else "&nbsp;"
+    return "-<wbr>".join(numbers) if all(map(str.isdecimal, numbers)) else "&nbsp;"
 
 
 def _row(
@@ -214,10 +227,10 @@ def _row(
         for at, button in enumerate(buttons)
     )
     return (
-        f'<tr><th scope="row" title="{escape(visible(checkpoint.path))}">'
+        f'<tr><th scope="row" rowspan="2" title="{escape(visible(checkpoint.path))}">'
         f"{_breakable(labels[number])}</th>"
         f'<td class="number">{adds}</td><td class="number">{shared if number else "-"}</td>'
-        f'{drawn}<td class="why">{_text(why)}</td></tr>'
+        f'{drawn}</tr>\n<tr class="why"><td colspan="{2 + len(cells)}">{_text(why)}</td></tr>'
     )
 
 
@@ -248,8 +261,8 @@ def _level(cell: Cell) -> int:
 def _advice(analysis: Analysis) -> Iterator[str]:
     for each in advice(analysis, given("store")):
         yield f"<p>{_text(each.sentence)}</p>"
-        if each.command:
-            words = " ".join(f"<span>{_text(word)}</span>" for word in each.command.split(" "))
+        for command in each.commands:
+            words = " ".join(f"<span>{_text(word)}</span>" for word in command.split(" "))
             yield f"<pre><code>{words}</code></pre>"
 
 

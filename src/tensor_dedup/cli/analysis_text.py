@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
-from tensor_dedup.analyze.verdict import advice, headline
+from tensor_dedup.analyze.verdict import Advice, advice, headline
 from tensor_dedup.cli import given, printable
 from tensor_dedup.cli.tables import wrapped
 from tensor_dedup.text_table import human
@@ -71,10 +71,12 @@ def show_summary(
         Text(headline(analysis), style="bold"),
         Text(_titles(columns, step, width, longest_adds), style="dim"),
     ]
-    tail = _legend(symbols, columns, console.width) if len(labels) > 1 else []
-    tail += _advice(analysis, console.width)
+    legend = _legend(symbols, columns, console.width) if len(labels) > 1 else []
     indent = width + numbers + 3 * _GAP + max(len(row.cells) for row in rows)
     drawn = [_drawn(row, width, indent, console.width) for row in rows]
+    least = len(head) + len(legend) + sum(len(lines) for lines, _ in drawn)
+    most = _ENDLESS if endless or whole else _LINES - least
+    tail = legend + _advice(analysis, console.width, most)
     room = len(rows) * _LINES if endless or whole else _LINES - len(head) - len(tail)
     shown = _first(drawn, [each.adds_bytes for each in analysis.contributions], room)
     if len(shown) < len(rows):
@@ -224,12 +226,26 @@ def _legend(symbols: _Symbols, columns: Sequence[Section], width: int) -> list[T
     return _broken(legend, width, "dim")
 
 
-def _advice(analysis: Analysis, width: int) -> list[Text]:
+def _advice(analysis: Analysis, width: int, room: int) -> list[Text]:
+    """What to do next; of several commands at least one, and as many as `room` lines hold."""
+    given_advice = advice(analysis, given("store"))
+    shown = max(len(each.commands) for each in given_advice)
+    lines = _advised(given_advice, width, shown)
+    while shown > 1 and len(lines) > room:
+        shown -= 1
+        lines = _advised(given_advice, width, shown)
+    return lines
+
+
+def _advised(found: Sequence[Advice], width: int, shown: int) -> list[Text]:
     lines = []
-    for each in advice(analysis, given("store")):
+    for each in found:
         lines += _broken(printable(each.sentence), width)
-        if each.command:
-            lines += [Text(line, style="bold") for line in _typed(printable(each.command), width)]
+        for command in each.commands[:shown]:
+            lines += [Text(line, style="bold") for line in _typed(printable(command), width)]
+        if len(each.commands) > shown:
+            more = f"  ... and {len(each.commands) - shown} more; --details shows them"
+            lines.append(Text(more, style="dim"))
     return lines
 
 
