@@ -80,7 +80,7 @@ def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout
     with store.checkpoint(name) as checkpoint:
         weights = _weights(url, checkpoint, folders=folders)
         folder = cache_folder() / _FOLDER / checkpoint.manifest / PurePosixPath(name).name
-        for file in checkpoint.files:
+        for file in _read_by_engines(checkpoint):
             _make_good(folder.joinpath(file.path), _shown(checkpoint, file))
         return Checkout(url, str(store.path), name, checkpoint.manifest, str(folder), weights)
 
@@ -114,9 +114,14 @@ def resolve(
     return check_out(opened, url, folders=folders)
 
 
+def _read_by_engines(checkpoint: StoredCheckpoint) -> list[StoredFile]:
+    """Return the files without those that only an export brings back, such as optimizer states."""
+    return [file for file in checkpoint.files if not file.opaque]
+
+
 def _weights(url: str, checkpoint: StoredCheckpoint, *, folders: bool) -> tuple[str, ...]:
     """Return the weights files, where the loader looks for them."""
-    names = [file.path for file in checkpoint.files]
+    names = [file.path for file in _read_by_engines(checkpoint)]
     if folders and (every := tuple(name for name in names if name.endswith(_WEIGHTS))):
         return every
     if folders:

@@ -98,6 +98,23 @@ def test_files_that_are_left_out_are_named_with_the_reason(shell: Shell) -> None
     assert both.count("left out") == 2
 
 
+def test_all_files_of_a_folder_go_in_and_out(shell: Shell) -> None:
+    folder = shell.root / "m"
+    write(folder, {"optimizer.pt": noise(1, 3 * KIB), "sub/.hidden/x": b"x", ".metadata": b"."})
+    write(folder, {"original/model.safetensors": safetensors(u8(z=b"z")), "empty.bin": b""})
+    result = shell.run("import", folder, "--all-files")
+    assert "left out" not in result.stdout
+    assert result.stdout.startswith("m: 2 tensors in 7 files\n")
+    document = shell.document("import", folder, "--all-files")
+    assert (document["unchanged"], document["left_out"]) == (True, [])
+    assert len(shell.document("export", "m", shell.root / "out")["files"]) == 7
+    assert content(shell.root / "out") == content(folder)
+    assert [each["name"] for each in shell.document("show", "m")["tensors"]] == ["a", "b"]
+    wrong = shell.run("import", folder / "model.safetensors", "--all-files")
+    assert (wrong.returncode, "is a file" in wrong.stderr) == (2, True)
+    assert shell.run("import", "--hub-cache", "--all-files").returncode == 2
+
+
 def test_copies_that_the_index_does_not_name_are_said(shell: Shell) -> None:
     first, overlay = "model-00001-of-00001.safetensors", "overlay.safetensors"
     where = {"a": first, "norm": overlay}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ from tensor_dedup.digest import digest as hashed
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.stub_folder import check_out
 from tensor_dedup.store.errors import (
     BadNameError,
     ContradictoryManifestError,
     DamagedFileError,
+    NameTakenError,
     NotTextError,
 )
 from tensor_dedup.store.files import Handle, Mode, RealFiles
@@ -93,6 +96,72 @@ def test_a_file_is_taken_once_however_indexes_name_it(
     assert content(tmp_path / "out") == dict(files)
     assert_clean(store, {"m": dict(files)})
     assert analyze([tmp_path / "m"]).checkpoints[0].nbytes == 3 * KIB
+
+
+class Bomb:
+    """A pickle that leaves a file behind when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def training(folder: Path, bomb: Path) -> Path:
+    """A folder of a trainer: weights, states, and a pickle that must not be loaded."""
+    files = {"model.safetensors": weights("a"), "config.json": b"{}", "trainer_state.json": b"{}"}
+    files |= {"global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt": noise(1, 5 * KIB)}
+    files |= {"pytorch_model_fsdp_0/.metadata": b"m", "pytorch_model_fsdp_0/__0_0.distcp": b"d"}
+    files |= {"random_states_0.pkl": pickle.dumps(Bomb(bomb)), "optimizer.bin": noise(2, KIB)}
+    write(folder, {**files, "consolidated.safetensors": weights("z"), "sampler.bin": b""})
+    torch.save({"args": Bomb(bomb)}, folder / "training_args.bin")
+    return folder
+
+
+def test_all_files_come_back_and_engines_see_those_they_need(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
+    folder = training(tmp_path / "m", tmp_path / "bomb")
+    result = store.import_(folder, all_files=True)
+    assert (result.tensors, result.files, result.left_out) == (1, 11, ())
+    store.export("m", tmp_path / "out")
+    assert content(tmp_path / "out") == content(folder)
+    assert store.load("m").keys() == {"a"}
+    checkout = check_out(store, "store://m")
+    assert checkout.weights == ("model.safetensors",)
+    seen = content(Path(checkout.folder))
+    plain = store.import_(folder, "plain")
+    assert {each.path for each in plain.left_out} & seen.keys() == set()
+    store.export("plain", tmp_path / "plain")
+    assert seen.keys() == content(tmp_path / "plain").keys()
+    assert_clean(store, {"m": content(folder), "plain": content(tmp_path / "plain")})
+    assert not (tmp_path / "bomb").exists()
+    with pytest.raises(NameTakenError):
+        store.import_(folder, "m")
+
+
+def test_repair_finds_files_that_only_an_import_of_all_keeps(store: Store, tmp_path: Path) -> None:
+    folder = training(tmp_path / "m", tmp_path / "bomb")
+    manifest = store.import_(folder, all_files=True).manifest
+    (lost,) = (store.path / "manifests").glob(f"*/{manifest}")
+    lost.unlink()
+    for container in (store.path / "containers").rglob("*.*"):
+        container.unlink()
+    assert store.repair([folder]).missing == []
+    store.export("m", tmp_path / "out")
+    assert content(tmp_path / "out") == content(folder)
+
+
+def test_a_link_out_of_the_folder_is_no_file_of_it(store: Store, tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", {"model.safetensors": weights("a")})
+    write(tmp_path / "secret", {"key": b"private"})
+    (folder / "optimizer.pt").symlink_to(tmp_path / "secret" / "key")
+    assert store.import_(folder, "plain").skipped == ("optimizer.pt",)
+    with refused(CheckpointFault.LINK_OUTSIDE):
+        store.import_(folder, all_files=True)
+    assert store.import_(folder, all_files=True, follow_links=True).files == 2
 
 
 def test_the_index_says_which_of_two_tensors_counts(store: Store, tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from store_runs.stores import KIB, MIB, Tensors, elements, noise, safetensors, write
+from store_runs.stores import KIB, MIB, Tensors, content, elements, noise, safetensors, write
 from tensor_dedup import Store
+from tensor_dedup.analyze import analyze
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import StoredCheckpoint, StoreError
 from tensor_dedup.store.buffers import HUGE_PAGE, BufferPool, allocate, allocate_all
@@ -145,6 +147,22 @@ def test_the_page_cache_makes_no_difference(folder: Path, direct: bool, cached: 
     with Store.open(folder / "store", files=disk).checkpoint("mixed") as checkpoint:
         assert_same(load_tensors(checkpoint), expected("mixed"))
     assert (disk.direct_reads > 0) == direct
+
+
+def test_an_empty_tensor_that_is_too_large_for_torch_is_refused_by_name(tmp_path: Path) -> None:
+    huge: Tensors = {"e": ("F32", (0, 1 << 63), b""), "w": ("U8", (1,), b"w")}
+    write(tmp_path / "m", {"model.safetensors": safetensors(huge)})
+    store = Store.open(tmp_path / "store")
+    assert store.import_(tmp_path / "m").tensors == 2
+    store.export("m", tmp_path / "out")
+    assert content(tmp_path / "out") == content(tmp_path / "m")
+    assert analyze([tmp_path / "m", "store://m"], store=store.path).pairs[0].shared_tensors == 2
+    with pytest.raises(UnsupportedError, match=r"'e' has the shape \[0, 9223372036854775808\]"):
+        store.load("m")
+    with store.checkpoint("m") as checkpoint:
+        with pytest.raises(UnsupportedError, match="no dimension above 9223372036854775807"):
+            list(iter_tensors(checkpoint))
+        assert load_tensors(checkpoint, names=["w"]).keys() == {"w"}
 
 
 def test_some_tensors_are_read_alone(folder: Path) -> None:

@@ -196,6 +196,7 @@ _FOUND = "auto"
 @click.option(
     "--all-models", is_flag=True, help="Import each of several models in PATH under its own name."
 )
+@click.option("--all-files", is_flag=True, help="Keep every file of the folder for the export.")
 @follow_links_option
 @store_option
 @json_option
@@ -208,6 +209,7 @@ def import_(
     external: bool,
     hub_cache: bool,
     all_models: bool,
+    all_files: bool,
     follow_links: bool,
     store: str | None,
     as_json: bool,
@@ -234,6 +236,10 @@ def import_(
     and if a file changes later, reading it is refused and the file is named. --hub-cache does this
     for every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
 
+    With --all-files an export brings back every file of the folder: the state of a training
+    (optimizer.pt), other copies of the weights, and hidden files, too. These are stored as they
+    are. They are never unpickled, and no engine that loads store://NAME sees them.
+
     A symbolic link that leads out of the folder (or, in a Hugging Face cache, to no blob of its
     repository or of the cache) is refused, because whoever made the folder could make you store any
     of your files. If you trust the folder, pass --follow-links.
@@ -242,6 +248,8 @@ def import_(
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
+    if hub_cache and all_files:
+        raise WrongUse("--hub-cache indexes what an engine loads; import one PATH with --all-files")
     if hub_cache:
         if path is not None or name is not None or all_models:
             raise WrongUse(
@@ -254,6 +262,8 @@ def import_(
     if all_models and name is not None:
         raise WrongUse("--all-models names every model itself: leave --name out")
     place = locate(path)
+    if all_files and place.is_file():
+        raise WrongUse(f"--all-files keeps the files of a folder, and {path} is a file")
     models = models_at(place, follow_links=follow_links) if all_models else []
     target = _target(store, None if models else place, follow_links)
 
@@ -269,6 +279,7 @@ def import_(
                 base=None if base == _FOUND else base,
                 external=external,
                 follow_links=follow_links,
+                all_files=all_files,
             )
 
     if all_models:

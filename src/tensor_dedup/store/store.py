@@ -131,6 +131,7 @@ class LocalStore:
         base: str | None = None,
         external: bool = False,
         follow_links: bool = False,
+        all_files: bool = False,
     ) -> ImportResult:
         """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
@@ -156,6 +157,9 @@ class LocalStore:
         - `follow_links` allows symbolic links to any place; use it only for folders that you trust.
           Without it, links must stay in the folder. In a Hugging Face cache, they may also lead to
           the blobs of the same repository and to those that the cache shares.
+        - `all_files` keeps every file of a folder, also what the result otherwise lists as
+          `left_out`, and hidden files. They are bytes of which nothing is known: they are never
+          unpickled, engines do not see them, and an export brings them back.
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
@@ -174,7 +178,9 @@ class LocalStore:
         check = partial(check_no_step, self.handle.objects, wanted)
         with self.handle.session() as (index, hasher):
             check()  # before the work; it is looked at again after it
-            source = read_source(self.handle.files, source_path, follow_links=follow_links)
+            source = read_source(
+                self.handle.files, source_path, follow_links=follow_links, all_files=all_files
+            )
             return import_source(
                 self.handle.objects,
                 index,

@@ -12,7 +12,7 @@ same.
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath, PurePosixPath
 
@@ -32,6 +32,7 @@ PAGE = b"page"
 PAGE_ENTRIES = 256
 _ALIAS = "alias "
 _FILE = "file "
+_OPAQUE = "opaque "
 
 # The files of a step, which an export synthesises.
 WEIGHTS = "model.safetensors"
@@ -98,15 +99,12 @@ Objects = Mapping[str, bytes]
 def build(
     files: Sequence[FileEntry],
     pieces: Sequence[Piece],
-    second_names: Mapping[str, str] | None = None,
-    counted: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
     """Build a manifest and its pages; return its name, and a dict of the encoded objects.
 
     The dict maps names to encoded bytes: first those of the pages, then that of the manifest.
-    `second_names` maps aliases, which are additional names of tensors, to the names under which the
-    tensors are stored. `counted` maps the names of tensors that several files have to the path of
-    the file whose tensor counts.
+    `notes` are those of an import, from `import_notes`.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -115,11 +113,26 @@ def build(
         pages.append(bytes.fromhex(name))
         objects[name] = blob
     nbytes = sum(piece.nbytes for piece in pieces)
-    notes = {f"{_ALIAS}{alias}": name for alias, name in (second_names or {}).items()}
-    notes |= {f"{_FILE}{name}": path for name, path in (counted or {}).items()}
-    name, blob = encode_manifest(Manifest(list(files), pages, len(pieces), nbytes, notes))
+    content = Manifest(list(files), pages, len(pieces), nbytes, dict(notes or {}))
+    name, blob = encode_manifest(content)
     objects[name] = blob
     return name, objects
+
+
+def import_notes(
+    second_names: Mapping[str, str], counted: Mapping[str, str], opaque: Iterable[str]
+) -> dict[str, str]:
+    """Return the notes of an imported checkpoint.
+
+    - `second_names` maps aliases, which are additional names of tensors, to the names under which
+      the tensors are stored.
+    - `counted` maps the names of tensors that several files have to the path of the file whose
+      tensor counts.
+    - `opaque` has the paths of files that only an import of all files keeps.
+    """
+    notes = {f"{_ALIAS}{alias}": name for alias, name in second_names.items()}
+    notes |= {f"{_FILE}{name}": path for name, path in counted.items()}
+    return notes | {f"{_OPAQUE}{path}": "" for path in opaque}
 
 
 def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
@@ -196,13 +209,20 @@ def aliases(manifest: Manifest) -> dict[str, str]:
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
-def counted_files(manifest: Manifest) -> dict[str, str]:
+def counted_files(notes: Mapping[str, str]) -> dict[str, str]:
     """Return which file's tensor counts, by the name of each tensor that several files have.
 
-    A file is given as its path.
+    `notes` are those of a manifest. A file is given as its path.
     """
-    notes = manifest.notes.items()
-    return {key.removeprefix(_FILE): path for key, path in notes if key.startswith(_FILE)}
+    return {key.removeprefix(_FILE): path for key, path in notes.items() if key.startswith(_FILE)}
+
+
+def opaque_files(notes: Mapping[str, str]) -> frozenset[str]:
+    """Return the paths of the files that only an import of all files keeps.
+
+    `notes` are those of a manifest. The files come back in an export and are never read as weights.
+    """
+    return frozenset(key.removeprefix(_OPAQUE) for key in notes if key.startswith(_OPAQUE))
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
@@ -275,7 +295,7 @@ def named_tensors(manifest: Manifest, pieces: Sequence[Piece]) -> Iterator[tuple
     `pieces` are all pieces of the manifest. Where several files have a tensor of one name, only the
     one that counts is yielded.
     """
-    counted = counted_files(manifest)
+    counted = counted_files(manifest.notes)
     for file, held in by_file(manifest, pieces):
         for piece in held:
             if piece.name is not None:

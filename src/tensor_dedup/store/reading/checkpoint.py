@@ -15,6 +15,7 @@ from tensor_dedup.store.format.manifests import (
     loose,
     named_tensors,
     not_indexed,
+    opaque_files,
     synthesized_files,
 )
 from tensor_dedup.store.index import StoreIndex
@@ -41,13 +42,15 @@ class StoredTensor:
 class StoredFile:
     """A file in a stored checkpoint, as an export writes it.
 
-    A tensor's name in the checkpoint is `prefix` followed by its name in the file.
+    A tensor's name in the checkpoint is `prefix` followed by its name in the file. An `opaque` file
+    is one that only an import of all files keeps: it is never read as weights or configuration.
     """
 
     path: str
     nbytes: int
     pieces: tuple[Piece, ...]
     prefix: str = ""
+    opaque: bool = False
 
 
 class StoredCheckpoint(StoredPieces):
@@ -87,11 +90,15 @@ class StoredCheckpoint(StoredPieces):
         self.notes = content.notes
         held = list(by_file(content, pieces))
         free, self._made = loose(content, pieces), dict[bytes, bytes]()
+        opaque = opaque_files(content.notes)
         self.files = (
-            *(StoredFile(f.path, f.nbytes, tuple(part), f.prefix) for f, part in held),
+            *(
+                StoredFile(file.path, file.nbytes, tuple(part), file.prefix, file.path in opaque)
+                for file, part in held
+            ),
             *self._make_files(free, [file.path for file in content.files]),
         )
-        self._counted = counted_files(content)
+        self._counted = counted_files(content.notes)
         self.not_indexed = not_indexed(content.files, pieces, self._counted)
         self._tensors = {
             name: _tensor(name, piece) for name, piece in named_tensors(content, pieces)

@@ -42,6 +42,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 }
 # Only where the file says so, and in torch's shape: in safetensors an element is half as large.
 _PAIRS: Final = "F4"
+_MOST: Final = (1 << 63) - 1  # of a dimension in PyTorch; safetensors has larger ones
 # Memory of a load comes in regions of this size and is given back region by region.
 _REGION: Final = 256 << 20
 # The disk wants several requests even where there are fewer cores.
@@ -74,7 +75,8 @@ def load_tensors(
 
     Raises:
         UnknownTensorError: The checkpoint has no tensor of one of these names.
-        UnsupportedError: A tensor is sparse; export the file and load it with torch.load.
+        UnsupportedError: A tensor is sparse; export the file and load it with torch.load. Or it is
+            empty, and a dimension is too large for PyTorch.
         FormatError: A torch.save file could be read differently by torch.load.
         CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
         StoreIOError: The disk failed.
@@ -173,6 +175,13 @@ def _wanted(checkpoint: StoredCheckpoint, names: Collection[str] | None) -> list
                 f"{checkpoint.name}: tensor {source.sparse!r} is sparse, and stored as its parts; "
                 "export the checkpoint and read the file with torch.load(weights_only=True)",
                 tensor=source.sparse,
+            )
+        if any(size > _MOST for size in source.stored.shape):  # of an empty tensor
+            raise UnsupportedError(
+                f"{checkpoint.name}: tensor {source.name!r} has the shape "
+                f"{[*source.stored.shape]}, and PyTorch has no dimension above {_MOST}; load the "
+                "other tensors by their names",
+                tensor=source.name,
             )
     return wanted
 

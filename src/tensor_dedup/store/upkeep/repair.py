@@ -34,8 +34,7 @@ from tensor_dedup.store.writing.sources import (
     ImportFile,
     ImportSource,
     Segment,
-    aliases_of,
-    counted_in,
+    notes_of,
     read_source,
 )
 
@@ -105,9 +104,23 @@ class Repair:
             self._from_source(source)
         self._index.refresh()
         self._result.missing = _missing(take_inventory(self._objects))
+        if self._result.missing and given:
+            self._from_all_files(paths)
         if self._result.missing:
             self._result.missing += self._unreadable
         return self._result
+
+    def _from_all_files(self, paths: Sequence[Path]) -> None:
+        """Restore from what an import leaves out of folders unless it is told to keep all files."""
+        sources = [
+            read_source(self._objects.files, path, follow_links=True, all_files=True)
+            for path in paths
+        ]
+        self._progress.start(sum(source.nbytes for source in sources))
+        for source in sources:
+            self._from_source(source)
+        self._index.refresh()
+        self._result.missing = _missing(take_inventory(self._objects))
 
     def _check(self, level: Level) -> None:
         verify(self._objects, self._index, self._hasher, level, SilentListener())
@@ -297,7 +310,7 @@ class Repair:
         ]
         if len(pieces) < sum(map(len, hashed)):
             return 0  # what it describes is not known
-        manifest, blobs = manifests.build(entries, pieces, aliases_of(files), counted_in(files))
+        manifest, blobs = manifests.build(entries, pieces, notes_of(files))
         back = 0
         for name, blob in blobs.items():
             path = self._objects.layout.manifest(name)

@@ -55,8 +55,7 @@ from tensor_dedup.store.writing.sources import (
     ImportFile,
     ImportSource,
     Segment,
-    aliases_of,
-    counted_in,
+    notes_of,
     segments_of,
 )
 from tensor_dedup.store.writing.transaction import OrderedTransaction
@@ -439,17 +438,15 @@ def import_source(
         undo.callback(work.close)
         for file in source.files:
             work.add(file)  # hash it, look its pieces up, encode and write what is new
-        counted = counted_in(source.files)
-        manifest, blobs = manifests.build(
-            work.files, work.pieces, aliases_of(source.files), counted
-        )
+        notes = notes_of(source.files)
+        manifest, blobs = manifests.build(work.files, work.pieces, notes)
         for part, blob in blobs.items():
             transaction.add_object(part, blob)
         transaction.commit(
             name, manifest, replace=replace, check_hits=work.check_hits, check_name=check_name
         )
     containers = transaction.containers
-    copies = manifests.not_indexed(work.files, work.pieces, counted)
+    copies = manifests.not_indexed(work.files, work.pieces, manifests.counted_files(notes))
     stored = sum(_size_on_disk(objects, container) for container in containers)
     return ImportResult(
         name=name,
@@ -502,7 +499,7 @@ def _unchanged(
     wanted = {piece.digest for piece in pieces if piece.nbytes}
     if wanted - index.find(wanted, external=in_place).keys():
         return None
-    copies = manifests.not_indexed(content.files, pieces, manifests.counted_files(content))
+    copies = manifests.not_indexed(content.files, pieces, manifests.counted_files(content.notes))
     return ImportResult(
         name=name,
         manifest=manifest,
@@ -577,8 +574,7 @@ def expected_manifest(
             Piece(digest, part.nbytes, part.name, part.dtype, part.shape)
             for part, digest in zip(file.segments, digests, strict=True)
         ]
-    second_names, counted = aliases_of(source.files), counted_in(source.files)
-    return manifests.build(entries, pieces, second_names, counted)[0]
+    return manifests.build(entries, pieces, notes_of(source.files))[0]
 
 
 def _digests(

@@ -23,6 +23,7 @@ from tensor_dedup.formats.model_stores import is_manifest, open_model
 from tensor_dedup.formats.weight_choice import is_index, why_left_out
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.format.manifests import import_notes
 from tensor_dedup.store.format.names import fit, name_of, shortened
 
 
@@ -44,7 +45,8 @@ class ImportFile:
     `weights` is True for a file of tensors. A tensor's name in the checkpoint is `prefix` followed
     by its name in the file. `aliases` has pairs of names of a tensor: an additional name, then the
     first name. `superseded` has pairs of a name of a tensor in the file that does not count, and
-    the stored path of the file whose tensor does. `links` limits where symbolic links may lead.
+    the stored path of the file whose tensor does. An `opaque` file is one that only an import of
+    all files keeps. `links` limits where symbolic links may lead.
     """
 
     path: Path
@@ -55,6 +57,7 @@ class ImportFile:
     aliases: tuple[tuple[str, str], ...] = ()
     superseded: tuple[tuple[str, str], ...] = ()
     links: LinkBoundary = ANYWHERE
+    opaque: bool = False
 
     def open_with(self, files: Files) -> Handle:
         """Open the file for reading; `files` does the I/O.
@@ -89,13 +92,16 @@ class ImportSource:
         return sum(file.nbytes for file in self.files)
 
 
-def read_source(files: Files, path: Path, *, follow_links: bool = False) -> ImportSource:
+def read_source(
+    files: Files, path: Path, *, follow_links: bool = False, all_files: bool = False
+) -> ImportSource:
     """Return the files to import for the checkpoint at `path`. Only headers and names are read.
 
     If `path` is a folder, its other files (config, tokenizer, indexes) are included. Hidden files
-    and weights that `open_checkpoint` does not choose are left out. `follow_links` allows symbolic
-    links to lead anywhere. A model in the store of another tool has all files that its manifest
-    names, and the manifest. Raises the errors of `open_checkpoint`.
+    and weights that `open_checkpoint` does not choose are left out or, with `all_files`, included
+    as bytes of which nothing is known. `follow_links` allows symbolic links to lead anywhere. A
+    model in the store of another tool has all files that its manifest names, and the manifest.
+    Raises the errors of `open_checkpoint`.
     """
     checkpoint = open_checkpoint(path, follow_links=follow_links)
     if is_manifest(checkpoint.path):
@@ -107,7 +113,7 @@ def read_source(files: Files, path: Path, *, follow_links: bool = False) -> Impo
         if is_index(checkpoint.path.name):
             taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name, ANYWHERE))
         return ImportSource(tuple(taken), ())
-    return _folder(files, checkpoint)
+    return _folder(files, checkpoint, all_files)
 
 
 def _model(files: Files, checkpoint: Checkpoint, follow_links: bool) -> ImportSource:
@@ -134,20 +140,21 @@ def _model(files: Files, checkpoint: Checkpoint, follow_links: bool) -> ImportSo
     return ImportSource((*weights, *others), ())
 
 
-def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
+def _folder(files: Files, checkpoint: Checkpoint, all_files: bool) -> ImportSource:
     links = checkpoint.links
     weights = [_weights(file, checkpoint.path, links) for file in checkpoint.files]
     chosen = {file.stored_as for file in weights}
     others: list[ImportFile] = []
     left_out: list[LeftOut] = []
-    for name, path in _walk(files, checkpoint.path, links):
+    for name, path in _walk(files, checkpoint.path, links, hidden=all_files):
         if name in chosen:
             continue
         reason = checkpoint.why_left_out(name)
-        if reason is not None:
+        if reason is not None and not all_files:
             left_out.append(LeftOut(name, reason))
         else:
-            others.append(_verbatim(files, path, name, links))
+            opaque = reason is not None or any(part.startswith(".") for part in name.split("/"))
+            others.append(_verbatim(files, path, name, links, opaque=opaque))
     return ImportSource((*weights, *others), tuple(sorted(left_out, key=lambda each: each.path)))
 
 
@@ -214,7 +221,9 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
     return found
 
 
-def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, Path]]:
+def _walk(
+    files: Files, root: Path, links: LinkBoundary, *, hidden: bool = False
+) -> Iterator[tuple[str, Path]]:
     """Every file below a folder by its relative name; links followed, no folder twice.
 
     Where links to files lead is not checked: not every file is read.
@@ -225,7 +234,8 @@ def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, 
     while waiting:
         prefix, folder = waiting.pop(0)
         for name in files.listdir(folder):
-            status = None if name.startswith(".") else files.status(folder / name)
+            left = name.startswith(".") and not hidden
+            status = None if left else files.status(folder / name)
             if status is None:
                 continue
             if status.kind == "file":
@@ -264,25 +274,18 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
     return tuple(found)
 
 
-def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
-    """Map the additional names of tensors in `files` to the tensors' first names.
-
-    All names include the prefixes of their files.
-    """
-    return {
-        file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
-    }
-
-
-def counted_in(files: Sequence[ImportFile]) -> dict[str, str]:
-    """Map the name of each tensor that several of `files` have to the path of the one that counts.
-
-    The names include the prefixes of the files, and the path is the stored one.
-    """
-    return {file.prefix + name: other for file in files for name, other in file.superseded}
+def notes_of(files: Sequence[ImportFile]) -> dict[str, str]:
+    """Return the notes of the manifest of a checkpoint with these files."""
+    return import_notes(
+        {file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases},
+        {file.prefix + name: other for file in files for name, other in file.superseded},
+        (file.stored_as for file in files if file.opaque),
+    )
 
 
-def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> ImportFile:
+def _verbatim(
+    files: Files, path: Path, name: str, links: LinkBoundary, *, opaque: bool = False
+) -> ImportFile:
     check_text(name, path)
     links.check(path)
     status = files.status(path)
@@ -293,7 +296,7 @@ def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> Impor
     if status.kind != "file":
         raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
     segments = (Segment(0, status.size),) if status.size else ()
-    return ImportFile(path, name, "", segments, False, links=links)
+    return ImportFile(path, name, "", segments, False, links=links, opaque=opaque)
 
 
 @dataclass(frozen=True, slots=True)
