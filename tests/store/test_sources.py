@@ -508,7 +508,7 @@ def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored
         steps.save({"t": np.zeros(100)}, 1)
         with pytest.raises(BadNameError, match="256 bytes"):
             steps.save({"t": np.ones(100)}, 10)
-        with pytest.raises(BadNameError, match="259 bytes"):
+        with pytest.raises(BadNameError, match="260 bytes"):
             steps.keep(1)
         assert steps.steps() == [1]
         assert steps.load(1, None)["t"].tolist() == [0] * 100

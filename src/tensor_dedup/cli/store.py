@@ -248,12 +248,11 @@ def import_(
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
-    if hub_cache and all_files:
-        raise WrongUse("--hub-cache indexes what an engine loads; import one PATH with --all-files")
     if hub_cache:
-        if path is not None or name is not None or all_models:
+        if path is not None or name is not None or all_models or all_files:
             raise WrongUse(
-                "--hub-cache names every snapshot itself: no PATH, no --name, no --all-models"
+                "--hub-cache names every snapshot itself: no PATH, no --name, no --all-models, no "
+                "--all-files"
             )
         import_cache(store, replace, follow_links, as_json)
         return

@@ -9,8 +9,8 @@ folder the first of these that exists is read:
 
 Other files of torch.save are read only if the whole folder, or a component of a pipeline, has none
 of these. If there are none either, GGUF files are read. The first part of a split GGUF model stands
-for all of its parts. Where a folder has several copies of the
-same weights, `tensor_dedup.formats.weight_choice` chooses one.
+for all of its parts. Where a folder has several copies of the same weights,
+`tensor_dedup.formats.weight_choice` chooses one.
 
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
 pipeline (a folder with a `model_index.json`) only the components that this file names are read, not
