@@ -36,7 +36,19 @@ _libc.mprotect.argtypes = [_address, _size, _int]
 _libc.memcmp.argtypes = [_address, _address, _size]
 _libc.fstatfs.argtypes = [_int, _address]
 _libc.fallocate.argtypes = [_int, _int, ctypes.c_long, ctypes.c_long]
+_libc.ioctl.argtypes = [_int, ctypes.c_ulong, _address]
 _EXT4: Final = 0xEF53
+# linux/fs.h and linux/fiemap.h
+_FIDEDUPERANGE: Final = 0xC0189436
+_FS_IOC_FIEMAP: Final = 0xC020660B
+_DIFFERS: Final = 1  # FILE_DEDUPE_RANGE_DIFFERS
+_FIEMAP_SYNC: Final = 1
+_LAST_EXTENT: Final = 1
+# FIEMAP_EXTENT_UNKNOWN, DELALLOC, DATA_INLINE, DATA_TAIL and UNWRITTEN: no bytes in a place of
+# their own.
+_NO_PLACE: Final = 0x2 | 0x4 | 0x200 | 0x400 | 0x800
+_EXTENTS_AT_ONCE: Final = 256
+_WHOLE_FILE: Final = (1 << 64) - 1
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
 _SYNC_RANGE_WRITE: Final = 2
 _sync_range: Final = getattr(_libc, "sync_file_range", None)
@@ -53,6 +65,60 @@ class MappingLine(NamedTuple):
     start: int
     end: int
     line: str
+
+
+class DiskExtent(NamedTuple):
+    """A part of a file that lies in one piece on the disk: `nbytes` from the offset `start`.
+
+    `place` is where it lies there, in bytes. Extents of two files of one file system with the same
+    place are the same space.
+    """
+
+    start: int
+    nbytes: int
+    place: int
+
+
+class _DedupeRange(ctypes.Structure):
+    """A struct file_dedupe_range with one struct file_dedupe_range_info."""
+
+    _fields_ = (
+        ("source_start", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("targets", ctypes.c_uint16),
+        ("reserved_1", ctypes.c_uint16),
+        ("reserved_2", ctypes.c_uint32),
+        ("target", ctypes.c_int64),
+        ("target_start", ctypes.c_uint64),
+        ("deduped", ctypes.c_uint64),
+        ("status", ctypes.c_int32),
+        ("reserved_3", ctypes.c_uint32),
+    )
+
+
+class _FileExtent(ctypes.Structure):
+    _fields_ = (
+        ("start", ctypes.c_uint64),
+        ("place", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("reserved_1", ctypes.c_uint64 * 2),
+        ("flags", ctypes.c_uint32),
+        ("reserved_2", ctypes.c_uint32 * 3),
+    )
+
+
+class _FileMap(ctypes.Structure):
+    """A struct fiemap."""
+
+    _fields_ = (
+        ("start", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("mapped", ctypes.c_uint32),
+        ("room", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+        ("extents", _FileExtent * _EXTENTS_AT_ONCE),
+    )
 
 
 class _Range(ctypes.Structure):
@@ -142,6 +208,46 @@ def begin_writing(fd: int, start: int, nbytes: int) -> None:
     """Start writing a range of a file to disk without waiting, if the kernel supports it."""
     if _sync_range is not None:
         _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
+
+
+def dedupe(source: int, target: int, start: int, nbytes: int) -> int | None:
+    """Make a range of the file `target` share the disk space of the same range of `source`.
+
+    The kernel locks and compares the two ranges itself, and writes nothing. Return how many bytes
+    from `start` are shared now, which may be fewer than `nbytes`, or None if the ranges differ.
+    `start` and `nbytes` are multiples of the file system's block, but the last block of two files
+    of one size may be short.
+
+    Raises:
+        OSError: The file system cannot do this, or not for these two files.
+    """
+    order = _DedupeRange(source_start=start, nbytes=nbytes, targets=1)
+    order.target, order.target_start = target, start
+    if _libc.ioctl(source, _FIDEDUPERANGE, ctypes.byref(order)):
+        raise _error()
+    if order.status < 0:
+        raise OSError(-order.status, os.strerror(-order.status))
+    return None if order.status == _DIFFERS else min(nbytes, int(order.deduped))
+
+
+def extents(fd: int) -> Iterator[DiskExtent]:
+    """Yield where a file lies on the disk, in order. Parts without a place there are left out.
+
+    Raises:
+        OSError: The file system does not tell.
+    """
+    found = _FileMap(nbytes=_WHOLE_FILE, flags=_FIEMAP_SYNC, room=_EXTENTS_AT_ONCE)
+    last = False
+    while not last:
+        found.nbytes = _WHOLE_FILE - found.start
+        if _libc.ioctl(fd, _FS_IOC_FIEMAP, ctypes.byref(found)):
+            raise _error()
+        part = found.extents[: found.mapped]
+        for each in part:
+            if not each.flags & _NO_PLACE:
+                yield DiskExtent(each.start, each.nbytes, each.place)
+        last = not part or bool(part[-1].flags & _LAST_EXTENT)
+        found.start = 0 if not part else part[-1].start + part[-1].nbytes
 
 
 def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:

@@ -1,6 +1,7 @@
 """Verbs on a Hugging Face cache as its library leaves it: blobs that the whole cache shares."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from click.testing import CliRunner, Result
 
 from files.hub_caches import COMMIT, snapshot
-from store_runs.stores import KIB, assert_clean, content, noise, safetensors, u8, write
+from store_runs.stores import KIB, MIB, assert_clean, content, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import main
+from tensor_dedup.text_table import human
 
 OTHER = "2f" * 20
+BIG = noise(9, 2 * MIB)
 LAYER = "model.layers.{}.mlp.up_proj.weight"
 
 
@@ -87,6 +90,37 @@ def blobs(cache: Path) -> Mapping[Path, tuple[int, ...]]:
         path: (each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns)
         for path, each in found.items()
     }
+
+
+def test_what_is_twice_on_the_disk_is_said(cache: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "copy", large := {"model.safetensors": safetensors(u8(w=BIG))})
+    run("import", folder)
+    snapshot(cache, "org/large", large)
+    before = blobs(cache)
+    small = len(model(1)["config.json"])  # which all have, and an index in place has copied
+    found = document("import", "--hub-cache")
+    twice = len(large["model.safetensors"]) + small
+    assert found["twice_bytes"] == twice
+    assert (found["deduped_files"], found["deduped_bytes"], found["not_deduped"]) == (0, 0, {})
+    text = run("import", "--hub-cache").stdout
+    assert f"\ntwice on disk  {human(twice)}, in the cache and in the store\n" in text
+
+    found = document("import", "--hub-cache", "--dedup-cache")
+    assert sum(found["not_deduped"].values()) == found["twice_bytes"]
+    assert found["deduped_bytes"] + found["twice_bytes"] == twice
+    text = run("import", "--hub-cache", "--dedup-cache").stdout
+    assert "\none copy now   0 B in 0 files\ntwice on disk  " in text  # nothing is left to do
+    for why, nbytes in found["not_deduped"].items():
+        assert f"\nof that        {human(nbytes)}: {why}\n" in text
+    assert blobs(cache) == before
+    assert document("verify", "--full")["faults"] == []
+
+
+def test_one_copy_is_made_of_the_cache_only(cache: Path) -> None:
+    for arguments in (["org/base"], ["org/base", "--external"]):
+        done = run("import", *arguments, "--dedup-cache", status=2)
+        assert "give --hub-cache, too" in done.output
+    assert not Path(os.environ["TENSOR_DEDUP_STORE"]).exists()
 
 
 @pytest.mark.parametrize("revision", ["refs/pr/1", "feature/x", "v1.0", OTHER[:4], OTHER])

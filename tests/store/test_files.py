@@ -1,6 +1,7 @@
 """The contract of a way to the disk, kept by the disk and by the one that fails on purpose."""
 
 import errno
+import itertools
 import os
 import resource
 import signal
@@ -218,3 +219,31 @@ def forking(folder: str) -> list[bool]:
 
 def test_a_forked_child_does_not_hold_its_parent_s_locks(tmp_path: Path) -> None:
     assert forked(lambda: forking(str(tmp_path))) == [False, True, True]
+
+
+def test_every_extent_of_a_file_is_found() -> None:
+    """More of them than the kernel tells at once, with holes between."""
+    with tempfile.NamedTemporaryFile() as file:
+        count, step = 600, 16 * PAGE
+        for number in range(count):
+            os.pwrite(file.fileno(), b"x" * PAGE, number * step)
+        files = RealFiles()
+        handle = files.open(Path(file.name), "read")
+        found = files.extents(handle)
+        files.close(handle)
+    if not found:
+        pytest.skip(f"the file system of {tempfile.gettempdir()} does not say where files lie")
+    # XFS rounds each of them up.
+    ranges = [(extent.start, extent.start + extent.nbytes) for extent in found]
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ranges))
+    for start in range(0, count * step, step):
+        assert any(begin <= start and start + PAGE <= end for begin, end in ranges)
+
+
+def test_where_files_in_memory_lie_is_not_known() -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        os.pwrite(file.fileno(), b"x" * PAGE, 0)
+        files = RealFiles()
+        handle = files.open(Path(file.name), "read")
+        assert files.extents(handle) == []
+        files.close(handle)

@@ -46,6 +46,7 @@ from tensor_dedup.store import (
 from tensor_dedup.store.errors import NameTakenError, NoStoreError
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
+from tensor_dedup.store.upkeep.cache_copies import CacheCopies
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 from tensor_dedup.store.upkeep.usage import Usage
 from tensor_dedup.store.writing.sources import HubSnapshot, models_at, snapshots
@@ -197,6 +198,11 @@ _FOUND = "auto"
     "--all-models", is_flag=True, help="Import each of several models in PATH under its own name."
 )
 @click.option("--all-files", is_flag=True, help="Keep every file of the folder for the export.")
+@click.option(
+    "--dedup-cache",
+    is_flag=True,
+    help="With --hub-cache: make files that cache and store both have one copy on disk.",
+)
 @follow_links_option
 @store_option
 @json_option
@@ -210,6 +216,7 @@ def import_(
     hub_cache: bool,
     all_models: bool,
     all_files: bool,
+    dedup_cache: bool,
     follow_links: bool,
     store: str | None,
     as_json: bool,
@@ -236,6 +243,11 @@ def import_(
     and if a file changes later, reading it is refused and the file is named. --hub-cache does this
     for every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
 
+    What an earlier import has copied into the store is on the disk twice then, which --hub-cache
+    says. With --dedup-cache, each file of the cache that the store holds whole becomes one copy
+    with it, on file systems that can (XFS, Btrfs). The kernel compares the two first, no byte is
+    written, and the cache's files keep their inodes and times.
+
     With --all-files an export brings back every file of the folder: the state of a training
     (optimizer.pt), other copies of the weights, and hidden files, too. These are stored as they
     are. They are never unpickled, and no engine that loads store://NAME sees them.
@@ -248,13 +260,11 @@ def import_(
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
     if base is not None and compress is None:
         raise WrongUse("--base says what --compress auto compares with; give both")
+    if dedup_cache and not hub_cache:
+        raise WrongUse("--dedup-cache is about the Hugging Face cache: give --hub-cache, too")
     if hub_cache:
-        if path is not None or name is not None or all_models or all_files:
-            raise WrongUse(
-                "--hub-cache names every snapshot itself: no PATH, no --name, no --all-models, no "
-                "--all-files"
-            )
-        import_cache(store, replace, follow_links, as_json)
+        _check_alone(path, name, all_models, all_files)
+        import_cache(store, replace, dedup_cache, follow_links, as_json)
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
@@ -319,6 +329,14 @@ def _import_all(
         raise Failure(f"{len(failed)} of {len(models)} models could not be imported")
 
 
+def _check_alone(path: Path | None, name: str | None, all_models: bool, all_files: bool) -> None:
+    if path is not None or name is not None or all_models or all_files:
+        raise WrongUse(
+            "--hub-cache names every snapshot itself: no PATH, no --name, no --all-models, no "
+            "--all-files"
+        )
+
+
 def _import_lines(result: ImportResult) -> list[str]:
     if result.unchanged:
         unchanged = f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"
@@ -346,10 +364,13 @@ def _import_lines(result: ImportResult) -> list[str]:
     return [*lines, *described(result.left_out, result.not_indexed)]
 
 
-def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:
+def import_cache(
+    store: str | None, replace: bool, dedup: bool, follow_links: bool, as_json: bool
+) -> None:
     """Index all snapshots of the Hugging Face cache in the store, without copying their weights.
 
-    A snapshot that fails is reported, and the import goes on.
+    A snapshot that fails is reported, and the import goes on. Then say how many bytes the cache and
+    the store both hold on disk; with `dedup`, make them one copy where that is possible.
 
     Raises:
         WrongUse: The cache holds no snapshots.
@@ -361,20 +382,35 @@ def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: 
     work = _CacheImport(Store.open(store), replace, follow_links)
     for snapshot in found:
         work.take(snapshot)
+    with ByteBar("making one copy") as progress:
+        copies = work.store.cache_copies(
+            found, dedup=dedup, follow_links=follow_links, progress=progress
+        )
     document = {
         "cache": str(cache_path()),
         "imported": [result.to_dict() for result in work.done],
         "left_out": work.left_out,
         "failed": work.failed,
+        **copies.to_dict(),
     }
-    say(document, as_json, *work.lines())
+    say(document, as_json, *work.lines(), *_copies_lines(copies, dedup))
     if work.failed:
         raise Failure(f"{len(work.failed)} of {len(found)} snapshots could not be imported")
 
 
+def _copies_lines(copies: CacheCopies, dedup: bool) -> list[str]:
+    files = counted(copies.deduped_files, "file")
+    made = [f"one copy now   {human(copies.deduped_bytes)} in {files}"] if dedup else []
+    return [
+        *made,
+        f"twice on disk  {human(copies.twice_bytes)}, in the cache and in the store",
+        *(f"of that        {human(size)}: {why}" for why, size in copies.not_deduped.items()),
+    ]
+
+
 class _CacheImport:
     def __init__(self, store: Store, replace: bool, follow_links: bool) -> None:
-        self._store, self._replace, self._follow_links = store, replace, follow_links
+        self.store, self._replace, self._follow_links = store, replace, follow_links
         # Names have the revision in them: what is there under one is not hashed again to see that.
         self._there = set[str]() if replace else set(store.names())
         self.done: list[ImportResult] = []
@@ -388,7 +424,7 @@ class _CacheImport:
             return
         try:
             with ByteBar(snapshot.name) as progress:
-                result = self._store.import_(
+                result = self.store.import_(
                     snapshot.path,
                     snapshot.name,
                     self._replace,

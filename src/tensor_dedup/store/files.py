@@ -195,6 +195,24 @@ class Files(ABC):
         """
 
     @abstractmethod
+    def dedupe(self, source: Handle, target: Handle, start: int, nbytes: int) -> int | None:
+        """Make a range of `target` share the disk space of the same range of `source`.
+
+        The kernel compares the two; no byte, size or time of either changes. Return how many bytes
+        from `start` are shared now, which may be fewer than `nbytes`, or None if the two differ.
+        `start` and `nbytes` are multiples of 64 KiB, but the end may be that of both files. To have
+        `target` open for reading is enough for its owner.
+
+        Raises:
+            OSError: The file system cannot do this (EOPNOTSUPP or ENOTTY), the files are not on the
+                same one (EXDEV), or `target` belongs to another user (EPERM).
+        """
+
+    @abstractmethod
+    def extents(self, handle: Handle) -> list[libc.DiskExtent]:
+        """Return where a file lies on the disk, in order, or an empty list if that is not known."""
+
+    @abstractmethod
     def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
         """Copy `nbytes` at offset `start` of `source` to the same offset of `target`.
 
@@ -392,6 +410,16 @@ class RealFiles(Files):
             error.filename = str(target.path)
             raise
         return True
+
+    def dedupe(self, source: Handle, target: Handle, start: int, nbytes: int) -> int | None:
+        with _naming(target):
+            return libc.dedupe(source.fd, target.fd, start, nbytes)
+
+    def extents(self, handle: Handle) -> list[libc.DiskExtent]:
+        try:
+            return list(libc.extents(handle.fd))
+        except OSError:
+            return []
 
     def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
         done = 0

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.store.errors import (
     BadRangeError,
     UnknownNameError,
@@ -39,7 +40,7 @@ from tensor_dedup.store.writing.import_ import (
     expected_manifest,
     import_source,
 )
-from tensor_dedup.store.writing.sources import default_name, read_source
+from tensor_dedup.store.writing.sources import HubSnapshot, default_name, read_source
 from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from tensor_dedup.store.reading.find import TensorPlace
     from tensor_dedup.store.steps.runs import Difference, Step
+    from tensor_dedup.store.upkeep.cache_copies import CacheCopies
     from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
 
@@ -209,6 +211,36 @@ class LocalStore:
         with self.handle.session() as (_, hasher):
             return expected_manifest(
                 self.handle.files, hasher, read_source(self.handle.files, Path(path)), known
+            )
+
+    def cache_copies(
+        self,
+        snapshots: Iterable[HubSnapshot],
+        *,
+        dedup: bool = False,
+        follow_links: bool = False,
+        progress: ProgressListener | None = None,
+    ) -> "CacheCopies":
+        """Return what snapshots of a Hugging Face cache and this store both hold on disk.
+
+        Snapshots whose name the store lacks are left out. With `dedup`, a file of the cache that
+        the store holds whole becomes one copy with it where the file system can share space between
+        files. The kernel compares the bytes first, no file is written, and the cache's files keep
+        their inodes and times. `follow_links` is that of `import_`.
+        """
+        from tensor_dedup.store.upkeep.cache_copies import cache_copies
+
+        given = (
+            (each.name, each.path, ANYWHERE if follow_links else LinkBoundary.around(each.path))
+            for each in snapshots
+        )
+        with self.handle.session() as (index, _):
+            return cache_copies(
+                self.handle.objects,
+                index,
+                given,
+                dedup=dedup,
+                progress=progress or SilentListener(),
             )
 
     def manifest(self, name: str) -> str | None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from tensor_dedup.libc import DiskExtent
 from tensor_dedup.store.files import PAGE, Files, FileStatus, Handle, Mode, RealFiles
 
 Loss: TypeAlias = Literal["nothing", "bytes", "everything"]
@@ -267,6 +268,13 @@ class FaultyFiles(Files):
         keep()
         return self._inner.clone(source, target)
 
+    def dedupe(self, source: Handle, target: Handle, start: int, nbytes: int) -> int | None:
+        self._step("dedupe")
+        return self._inner.dedupe(source, target, start, nbytes)
+
+    def extents(self, handle: Handle) -> list[DiskExtent]:
+        return self._inner.extents(handle)
+
     def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
         keep = self._keep(target, start, nbytes)
 
@@ -435,6 +443,21 @@ class FilesTests(ABC):
         files.close(source)
         files.close(target)
         assert self._read(files, root / "b", 99) == b"0123456789"
+
+    def test_only_equal_ranges_can_become_one(self, tmp_path: Path) -> None:
+        files, root = self._made(tmp_path)
+        data = {"a": b"1" * 2 * PAGE + b"end", "b": b"1" * 2 * PAGE + b"end", "c": b"2" * 3 * PAGE}
+        for name, content in data.items():
+            self._write(files, root / name, content)
+        one, two, other = (files.open(root / name, "read") for name in data)
+        with suppress(OSError):  # most file systems cannot
+            assert files.dedupe(one, two, 0, 2 * PAGE + 3) == 2 * PAGE + 3
+            assert files.extents(one) == files.extents(two) != []
+            assert files.dedupe(one, other, 0, PAGE) is None
+        for name, content in data.items():
+            assert self._read(files, root / name, 4 * PAGE) == content
+        for handle in (one, two, other):
+            files.close(handle)
 
     def test_locks_exclude_each_other_as_they_should(self, tmp_path: Path) -> None:
         files, root = self._made(tmp_path)
