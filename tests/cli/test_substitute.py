@@ -1,6 +1,7 @@
 """The command `tensor-dedup substitute` as a user runs it."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_people_see_what_was_taken_and_what_it_saves(models: list[Path], tmp_pat
     assert max(map(len, lines)) <= 80
     shared = analyze([base, tmp_path / "out"]).contributions[1].adds_bytes
     assert 0 < shared < analyze([base, lora]).contributions[1].adds_bytes
+
+
+def test_files_that_are_not_copied_are_named_with_the_reason(
+    models: list[Path], tmp_path: Path
+) -> None:
+    base, _, lora, *_ = models
+    tune = tmp_path / "tune"
+    shutil.copytree(lora, tune)
+    for name in ("optimizer.pt", "tf_model.h5"):
+        (tune / name).write_bytes(b"x")
+    said = run(base, tune, "--layers", "0", "--output", tmp_path / "out").stdout
+    assert "Not copied, state of a training: optimizer.pt." in said
+    assert "Not copied, because they hold TUNE's weights in other forms: tf_model.h5." in said
 
 
 @pytest.mark.parametrize("options", [("--layers", "0-2"), ("--budget", "1GiB")])

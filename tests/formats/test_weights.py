@@ -245,6 +245,13 @@ def test_what_stands_in_place_of_weights_is_called_what_it_is(
         read_header("named.bin", fd=file.fileno())
 
 
+def test_a_pointer_in_place_of_an_index_is_called_so(tmp_path: Path) -> None:
+    made(tmp_path / "model-00001-of-00001.safetensors", "a")
+    (tmp_path / "model.safetensors.index.json").write_text(POINTER)
+    with refused(CheckpointFault.POINTER, match=r"index\.json: a Git LFS pointer"):
+        open_checkpoint(tmp_path)
+
+
 def test_old_pickles_are_not_called_text(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"\x80\x02ctorch\n" + b"text\n" * 20)
     with refused(PytorchFault.LEGACY_PYTORCH):

@@ -188,6 +188,9 @@ def test_the_index_says_which_of_two_tensors_counts(store: Store, tmp_path: Path
     assert [len(each.tensors) for each in found.checkpoints] == [3, 3]
     assert found.pairs[0].shared_tensors == 3
     assert {each.not_indexed for each in found.checkpoints} == {result.not_indexed}
+    # Also where tensors of this size are left out of every number.
+    [coarse] = analyze([folder], min_tensor_bytes=2 * KIB).checkpoints
+    assert (coarse.tensors, coarse.not_indexed) == ([], result.not_indexed)
     places = {place.tensor: place.digest for place in store.find(checkpoint["norm"].digest)}
     assert places == {"norm": checkpoint["norm"].digest}
     assert store.find(hashed(old)) == []

@@ -244,8 +244,14 @@ def measure(
             given.append(path)
     files: dict[Path, list[TensorSpec]] = {}
     for checkpoint in opened.values():
+        twice = {name for name, _, _ in checkpoint.not_indexed()}
         for file in checkpoint.files:
-            files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
+            # Of a name that is there twice, both are compared, whatever their size.
+            files[file.path] = [
+                spec
+                for spec in file.header.tensors
+                if spec.nbytes >= min_tensor_bytes or file.prefix + spec.name in twice
+            ]
     links = {file.path: each.links for each in opened.values() for file in each.files}
     digests = read_digests(files, hash_algorithm, hints, progress or SilentListener(), links)
     measured = [

@@ -169,6 +169,7 @@ def print_table(store: Store, table: Table) -> None:
     console().print(table)
 
 
+_ALL_FILES = ", or import it with --all-files"
 # Of --base: the most similar checkpoint.
 _FOUND = "auto"
 
@@ -340,7 +341,7 @@ def _check_alone(path: Path | None, name: str | None, all_models: bool, all_file
 def _import_lines(result: ImportResult) -> list[str]:
     if result.unchanged:
         unchanged = f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"
-        return [unchanged, *described(result.left_out, result.not_indexed)]
+        return [unchanged, *described(result.left_out, result.not_indexed, _ALL_FILES)]
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
     ]
@@ -361,7 +362,7 @@ def _import_lines(result: ImportResult) -> list[str]:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")
         lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
-    return [*lines, *described(result.left_out, result.not_indexed)]
+    return [*lines, *described(result.left_out, result.not_indexed, _ALL_FILES)]
 
 
 def import_cache(

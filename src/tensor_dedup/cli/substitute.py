@@ -9,6 +9,8 @@ from tensor_dedup.cli import WrongUse
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.tables import Dotted, counted
 from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
+from tensor_dedup.formats.left_out import LeftOutReason
+from tensor_dedup.formats.weight_choice import why_left_out
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.text_table import human
 
@@ -89,9 +91,13 @@ def command(
         f"{found.output}: {count} taken from BASE",
         f"It adds {adds} to BASE, where TUNE adds {tune_adds}.",
     )
-    if found.left_out:
-        names = ", ".join(found.left_out)
-        say_lines(f"Not copied, because they hold TUNE's weights in other forms: {names}.")
+    state = [path for path in found.left_out if why_left_out(path) is LeftOutReason.TRAINING_STATE]
+    others = [path for path in found.left_out if path not in state]
+    if others:
+        named = ", ".join(others)
+        say_lines(f"Not copied, because they hold TUNE's weights in other forms: {named}.")
+    if state:
+        say_lines(f"Not copied, state of a training: {', '.join(state)}.")
     say_lines(_movement(found))
 
 

@@ -41,6 +41,7 @@ from tensor_dedup.formats.alternatives import several_models
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     CheckpointFilesError,
+    JsonTextError,
     PytorchError,
     PytorchFault,
     shorten,
@@ -52,6 +53,7 @@ from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.model_stores import is_manifest, models_in, open_model
+from tensor_dedup.formats.placeholders import HEAD_BYTES, placeholder
 from tensor_dedup.formats.rank_files import (
     SLICES_FOLDER,
     are_slices,
@@ -566,7 +568,13 @@ def _read_json(path: Path, links: LinkBoundary) -> dict[str, object]:
             f"larger than {MAX_HEADER_BYTES} bytes",
             limit=MAX_HEADER_BYTES,
         )
-    return decode_object(blob, str(path))
+    try:
+        return decode_object(blob, str(path))
+    except JsonTextError as error:
+        found = placeholder(blob[:HEAD_BYTES], str(path))
+        if found is None or found.kind is not CheckpointFault.POINTER:
+            raise
+        raise found from error
 
 
 def _refuse_slices(root: Path, files: list[CheckpointFile]) -> None:

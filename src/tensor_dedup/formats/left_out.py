@@ -6,6 +6,7 @@ from enum import Enum, unique
 from typing import Final
 
 _SHOWN: Final = 8
+_KEEP: Final = "keep the folder to resume"
 
 
 @unique
@@ -46,14 +47,19 @@ class NotIndexed:
         return asdict(self)
 
 
-def described(files: Iterable[LeftOut], copies: Sequence[NotIndexed] = ()) -> list[str]:
-    """Return lines for people on the files and the copies of tensors that are left out."""
+def described(
+    files: Iterable[LeftOut], copies: Sequence[NotIndexed] = (), otherwise: str = ""
+) -> list[str]:
+    """Return lines for people on the files and the copies of tensors that are left out.
+
+    `otherwise` is added to the advice to keep the folder of a training.
+    """
     state, others = list[str](), list[str]()
     for each in files:
         (state if each.reason is LeftOutReason.TRAINING_STATE else others).append(each.path)
     lines = [f"left out: {_listed(others)}"] if others else []
     if state:
-        lines.append(f"left out, state of a training: {_listed(state)}; keep the folder to resume")
+        lines.append(f"left out, state of a training: {_listed(state)}; {_KEEP}{otherwise}")
     if copies:
         lines.append(_copies(copies))
     return lines
