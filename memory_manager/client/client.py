@@ -21,6 +21,7 @@ from typing import Final, Literal, NamedTuple, Self, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.leases import Lease, SlabTable, lease_of
+from tensor_dedup.memory_manager.client.names import printed
 from tensor_dedup.memory_manager.client.puts import (
     Fill,
     NewLayer,
@@ -42,7 +43,6 @@ from tensor_dedup.memory_manager.errors import (
 from tensor_dedup.memory_manager.protocol import paths
 from tensor_dedup.memory_manager.protocol.limits import (
     MAX_KEYS,
-    MAX_NAME,
     MAX_PIECES,
     MAX_RELEASES,
 )
@@ -135,11 +135,11 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
     path = paths.device_socket(beside, device)
     for _ in range(_CONNECT_ATTEMPTS if start else 0):
         try:
-            return Connection(path, name[:MAX_NAME])
+            return Connection(path, printed(name))
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
             start_manager(beside, device)
-    return Connection(path, name[:MAX_NAME])
+    return Connection(path, printed(name))
 
 
 def start_manager(path: Path, device: str = "", budget: int | None = None) -> bool:
@@ -507,7 +507,7 @@ class Client:
             if self._connection.check():
                 return 0
             slabs = self._session.slabs.living()
-            connection = Connection(self._connection.path, self._name[:MAX_NAME])
+            connection = Connection(self._connection.path, printed(self._name))
             try:
                 session = _Session(connection, SlabTable(slabs))
                 taken = sum(offer_slab(connection, slab) for slab in slabs)

@@ -63,7 +63,8 @@ class Connection:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._released: deque[int] = deque()
-        self._socket: socket.socket | None = _connect(path)
+        self._socket: socket.socket | None = None
+        self._socket = _connect(path)
         _LIVING.add(self)
         try:
             self.welcome: Final[Welcome] = self.ask(Hello(name), Welcome)[0]
@@ -261,6 +262,11 @@ class Connection:
                 _shut_down(connection)
             connection.close()
 
+    def __del__(self) -> None:
+        # Every lease holds its connection, so no tensor is in use any more. A thread that polls the
+        # socket would keep it open if its descriptor were only closed: see `_shut_down`.
+        self.close()
+
 
 def _checked(request: Request) -> bytes:
     """Encode a request; raise ProtocolError where the manager would take it for garbage."""
@@ -276,7 +282,7 @@ def _has_hung_up(fd: int) -> bool:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    # Wakes whoever watches or waits in another thread; closing alone would not.
+    # Wakes a thread that polls or waits, whose call keeps the socket open beyond `close`.
     try:
         connection.shutdown(socket.SHUT_RDWR)
     except OSError:

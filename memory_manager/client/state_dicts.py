@@ -27,7 +27,8 @@ from tensor_dedup.memory_manager.client.client import connect as connect_client
 from tensor_dedup.memory_manager.client.leases import Lease, SharedSlab
 from tensor_dedup.memory_manager.client.puts import NewLayer, NewTensor, PutLayer
 from tensor_dedup.memory_manager.errors import MemoryManagerError
-from tensor_dedup.memory_manager.protocol.limits import MAX_NAME, MAX_RECORD_DIGESTS
+from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD_DIGESTS
+from tensor_dedup.memory_manager.protocol.state_dict_names import state_dict_key
 
 _RECORD: Final = b"tensor-dedup state dict 1"
 
@@ -100,6 +101,7 @@ class StateDictClient:
     def put(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> PublishedStateDict:
         """Publish a state dict of tensors in host memory under `name`.
 
+        A name is 1 to 117 visible ASCII characters, without spaces.
         When this returns, other processes can `get` it. Tensors that share a storage also share one
         in the result of `get`. A storage is published whole, even if only a part of it is used. The
         tensors must not be written during the call. Any process may put the same state dict again.
@@ -110,7 +112,7 @@ class StateDictClient:
                 are refused, and subclasses of Tensor other than Parameter and Buffer.
             MemoryManagerError: The manager does not answer, or has no room.
         """
-        _check_name(name)
+        key = state_dict_key(name)
         entries, storages = _taken_apart(state_dict)
         pieces = [NewTensor(len(data), digest(data), data) for data in storages]
         layers: dict[str, NewLayer] = {}
@@ -123,7 +125,7 @@ class StateDictClient:
         made = self._put(layers, name)
         index = msgspec.msgpack.encode(_Index(entries, [len(data) for data in storages], keys))
         last = NewLayer(_RECORD, (NewTensor(len(index), digest(index), index),))
-        made |= self._put({_key(name): last}, name)
+        made |= self._put({key: last}, name)
         self._held[name] = [lease for layer in made.values() for lease in layer.leases]
         written = sum(
             sum(piece.nbytes for piece in layers[key].tensors)
@@ -139,7 +141,8 @@ class StateDictClient:
                 raise error
         if layers.keys() <= result.layers.keys():
             return result.layers
-        if _key(name) in layers and _key(name) not in result.still_building:
+        key = state_dict_key(name)
+        if key in layers and key not in result.still_building:
             raise ConfigError(
                 f"{name!r} is there already, with other tensors; put this one under another name",
                 name=name,
@@ -160,8 +163,7 @@ class StateDictClient:
             FormatError: The entry of this name is not a state dict of this version.
             MemoryManagerError: The manager does not answer.
         """
-        _check_name(name)
-        (found,) = self._client.get([_key(name)], name)
+        (found,) = self._client.get([state_dict_key(name)], name)
         if found is None:
             return None
         if found.record != _RECORD or len(found.leases) != 1:
@@ -220,17 +222,6 @@ class _Maps:
         mapped = self._maps[which]
         mapped.leases.append(lease)
         return memoryview(mapped)[lease.offset : lease.offset + lease.nbytes]
-
-
-def _key(name: str) -> str:
-    return f"state-dict:{name}"
-
-
-def _check_name(name: str) -> None:
-    if not name or len(_key(name).encode(errors="replace")) > MAX_NAME:
-        raise ConfigError(
-            f"{name!r} is no name; give text of 1 to {MAX_NAME - len(_key(''))} bytes", name=name
-        )
 
 
 def _taken_apart(

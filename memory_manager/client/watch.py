@@ -31,7 +31,9 @@ _log = logging.getLogger(__name__)
 _FIRST_S: Final = 0.5
 _LONGEST_S: Final = 2.0  # a load that begins meanwhile finds nothing of what this process holds
 _SETTLE_S: Final = 0.05  # who has a request under way finds out first
-_CHECK_MS: Final = 60_000
+# A hang-up ends the wait at once, also that of a client that is dropped. This limit is for a
+# descriptor that was closed, and its number given to another file, just before the wait began.
+_CHECK_MS: Final = 1000
 
 
 class ReconnectingClient(Protocol):
@@ -57,8 +59,8 @@ class ReconnectingClient(Protocol):
 def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
     """Start a thread that reconnects this client whenever its manager has died.
 
-    The thread holds only a weak reference to the client, and ends when the client is closed or
-    `stop` is set.
+    The thread holds only a weak reference to the client. It ends within about a second after the
+    client was closed or dropped, or `stop` was set.
     """
     threading.Thread(
         target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-watch", daemon=True
@@ -84,17 +86,17 @@ def _run(reference: "weakref.ref[ReconnectingClient]", stop: threading.Event) ->
             pause = min(2 * pause, _LONGEST_S)
             continue
         pause = _FIRST_S
-        _wait_for_hang_up(fd)  # which comes when the client goes, too
-        stop.wait(_SETTLE_S)
+        if _has_hung_up(fd):  # which comes when the client is closed or dropped, too
+            stop.wait(_SETTLE_S)
 
 
-def _wait_for_hang_up(fd: int) -> None:
-    """Sleep until the other side, or this process, has shut the socket down."""
+def _has_hung_up(fd: int) -> bool:
+    """Wait a while for the other side, or this process, to shut the socket down."""
     if fd < 0:
-        return
+        return True
     poll = select.poll()
     poll.register(fd, 0)  # nothing but POLLHUP and POLLERR: replies are somebody else's
-    poll.poll(_CHECK_MS)
+    return bool(poll.poll(_CHECK_MS))
 
 
 def offer_slab(connection: Connection, slab: SharedSlab) -> bool:

@@ -262,21 +262,32 @@ class Metrics:
         path = rest.partition(b" ")[0].partition(b"?")[0]
         if verb != b"GET":
             return _response("405 Method Not Allowed", "only GET is answered here")
+        page = self._dashboard and path in (b"/", b"/overview.json")
+        if (page or path == b"/metrics") and not self._is_asked_of_us(request):
+            return _response("403 Forbidden", "ask for it as localhost")
         if path == b"/metrics":
             body = generate_latest(self._registry).decode()
             return _response("200 OK", body, CONTENT_TYPE_LATEST)
-        if self._dashboard and path in (b"/", b"/overview.json"):
-            return self._page(path, request)
+        if page:
+            return self._page(path)
         if path not in (b"/healthz", b"/readyz"):
             return _response("404 Not Found", "ask for /metrics, /healthz or /readyz")
         wrong = self._wrong(ready=path == b"/readyz")
         return _response("503 Service Unavailable" if wrong else "200 OK", wrong or "ok")
 
-    def _page(self, path: bytes, request: bytes) -> bytes:
-        host = re.search(rb"\r\nhost:[ \t]*(\[[^]]*\]|[^:\s]*)", request, re.IGNORECASE)
-        if self._local and not (host and _is_loopback(host[1].decode("latin-1").strip("[]"))):
-            # A page of the web whose name was made to lead here would otherwise read the answer.
-            return _response("403 Forbidden", "ask for it as localhost")
+    def _is_asked_of_us(self, request: bytes) -> bool:
+        """Return whether the request names this host, as those of a web page elsewhere do not.
+
+        A page can have the name of its own server lead to 127.0.0.1 (DNS rebinding) and would read
+        the answer; the Host header still has that name. At an address of the network any name may
+        be this machine's, and any client there can read the answer anyway.
+        """
+        if not self._local:
+            return True
+        hosts = re.findall(rb"\r\nhost:[ \t]*(\[[^]]*\]|[^:\s]*)", request, re.IGNORECASE)
+        return len(hosts) == 1 and _is_loopback(hosts[0].decode("latin-1").strip("[]"))
+
+    def _page(self, path: bytes) -> bytes:
         if path == b"/":
             return _response("200 OK", PAGE, "text/html; charset=utf-8", HEADERS)
         return _response("200 OK", json.dumps(self._source.overview), "application/json", HEADERS)
@@ -300,7 +311,7 @@ class Metrics:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ip_address(host).is_loopback
+        return host.lower() == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -14,6 +14,7 @@ from typing import Final
 
 from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.memory_manager.errors import NoMemoryError
+from tensor_dedup.memory_manager.protocol.state_dict_names import state_dict_key
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 from tensor_dedup.suggestions import install_hint
 
@@ -46,10 +47,13 @@ class Preload:
         """Check that the packages for loading are installed; `start` begins to load.
 
         Raises:
+            ConfigError: NAME of NAME=PATH cannot be the name of a state dict.
             NotInstalledError: vLLM is not installed or, for NAME=PATH, torch is not.
         """
         for checkpoint in checkpoints:
-            package = "torch" if _name(checkpoint) else "vllm"
+            if name := _name(checkpoint):
+                state_dict_key(name)
+            package = "torch" if name else "vllm"
             if find_spec(package) is None:
                 what = f"preloading {checkpoint} needs {package}, which is not installed"
                 raise NotInstalledError(f"{what}; {install_hint(package)}", module=package)

@@ -167,6 +167,7 @@ def test_it_is_there_on_request_only_and_only_read(folder: Path) -> None:
         assert asked(f"{url}metrics")[0] == 200
         for host, expected in (("127.0.0.1:1", 200), ("[::1]:1", 200), ("evil.example", 403)):
             assert asked(f"{url}overview.json", host)[0] == expected
+            assert asked(f"{url}metrics", host)[0] == expected
     other = folder / "other"
     other.mkdir(mode=0o700)
     with managers.running(other, "--metrics", "0") as manager:

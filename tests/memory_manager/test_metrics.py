@@ -195,6 +195,35 @@ def test_it_listens_where_it_is_told(folder: Path, server: Server) -> None:
             socket.create_connection(("127.0.0.2", int(port)), managers.PATIENCE_S)
 
 
+@pytest.mark.parametrize(
+    ("listens", "host", "status"),
+    [
+        ("127.0.0.1", "localhost:9464", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("127.0.0.1", "LOCALHOST", 200),
+        ("127.0.0.1", "evil.example:9464", 403),
+        ("127.0.0.1", "localhost.evil.example", 403),
+        ("127.0.0.1", "127.0.0.1.evil.example", 403),
+        ("127.0.0.1", "192.0.2.1", 403),
+        ("127.0.0.1", "evil.example\r\nHost: localhost", 403),
+        ("127.0.0.1", "", 403),
+        ("0.0.0.0", "gpu-host-3:9464", 200),  # as a Prometheus elsewhere names it
+        ("0.0.0.0", "10.1.2.3:9464", 200),
+    ],
+)
+def test_on_the_loopback_address_only_this_host_s_names_are_answered(
+    server: Server, listens: str, host: str, status: int
+) -> None:
+    with running(server), Metrics(server, 0, listens) as http:
+        [port] = re.findall(r":(\d+)/metrics", http.where)
+        for path, wanted in (("metrics", status), ("healthz", 200)):
+            with socket.create_connection(("127.0.0.1", int(port)), managers.PATIENCE_S) as client:
+                client.sendall(f"GET /{path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+                answer = client.makefile("rb").read()
+            assert answer.startswith(b"HTTP/1.1 %d " % wanted)
+            assert (b"tensor_dedup_" in answer) == (path == "metrics" and status == 200)
+
+
 def _private(folder: Path) -> Path:
     other = folder / "other"
     other.mkdir(mode=0o700)

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +25,15 @@ from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
 from tensor_dedup.memory_manager import StateDictClient, connect
-from tensor_dedup.memory_manager.client import NewLayer, NewTensor
+from tensor_dedup.memory_manager.client import NewLayer, NewTensor, watch
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.connection import Connection
-from tensor_dedup.memory_manager.client.state_dicts import _key
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+from tensor_dedup.memory_manager.protocol.state_dict_names import state_dict_key
+from tensor_dedup.memory_manager.server.preload import Preload
 from vllm_runs import fleet
 
+PROMPT_S = 10.0  # a second on a machine that has time
 FORK = multiprocessing.get_context("fork")
 # A process that gets `full`, and writes what it found, and what is of one storage, to a file.
 OTHER = """
@@ -184,9 +187,26 @@ def test_a_name_means_one_state_dict(shared: StateDictClient) -> None:
 def test_what_is_no_plain_tensor_is_refused(value: Any, said: str, shared: StateDictClient) -> None:
     with pytest.raises(UnsupportedError, match=said):
         shared.put("wrong", {"w": value})
-    with pytest.raises(ConfigError, match="is no name"):
-        shared.put("", {})
     assert shared.get("wrong") is None
+
+
+@pytest.mark.parametrize("name", ["", "my model", "modèle", "a\nb", "a" * 118])
+def test_a_name_that_no_key_can_have_is_refused_before_anything_is_published(
+    name: str, manager: managers.Manager, shared: StateDictClient, tmp_path: Path
+) -> None:
+    for use in (lambda: shared.put(name, {"w": torch.ones(9)}), lambda: shared.get(name)):
+        with pytest.raises(ConfigError, match=r"cannot be the name of a state dict; give 1 to 117"):
+            use()
+    assert manager.overview().totals.residents == 0
+    shared.put("!" * 117, {})  # the longest
+    if name:
+        with pytest.raises(ConfigError, match=r"cannot be the name of a state dict"):
+            Preload(tmp_path, [f"{name}=x"], "{}")
+
+
+def test_a_client_s_name_is_shown_as_far_as_it_can_be_printed(manager: managers.Manager) -> None:
+    with connect(manager.socket, name="my\nserver \ud800 of modèle"):
+        assert [row.name for row in manager.overview().clients] == ["myserver  of modèle"]
 
 
 def test_tensors_outlive_the_connection_and_the_manager(
@@ -291,6 +311,41 @@ def test_leases_end_with_the_last_tensor(
     assert any(row.name == "base" for row in manager.overview().checkpoints)
 
 
+def test_clients_that_are_dropped_unclosed_are_gone(
+    manager: managers.Manager, shared: StateDictClient
+) -> None:
+    shared.put("base", {"w": torch.ones(1000)})
+    threads, descriptors = threading.active_count(), managers.steady(manager.descriptors)
+    for _ in range(50):
+        assert connect(manager.socket).get("base") is not None
+    gc.collect()
+    managers.until(lambda: threading.active_count() == threads, PROMPT_S)
+    managers.until(lambda: manager.descriptors() == descriptors, PROMPT_S)
+    assert len(manager.overview().clients) == 1
+
+
+def test_a_client_that_is_dropped_unclosed_stays_as_long_as_its_last_tensor(
+    manager: managers.Manager, shared: StateDictClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "_CHECK_MS", 3_600_000)  # what ends the connection is not this
+    shared.put("base", {"w": torch.ones(1000), "v": torch.zeros(10)})
+    shared.drop("base")
+    found = connect(manager.socket).get("base")
+    assert found is not None
+    kept = found["w"][3:5]
+    del found
+    gc.collect()
+    with Admin(manager.socket) as admin:
+        admin.evict("base")
+    assert manager.overview().totals.leased_bytes > 0
+    assert len(manager.overview().clients) == 2
+    assert torch.equal(kept, torch.ones(2))
+    del kept
+    gc.collect()
+    managers.until(lambda: len(manager.overview().clients) == 1, PROMPT_S)
+    assert manager.overview().totals.leases == 0
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -305,14 +360,14 @@ def test_an_index_that_lies_is_an_error(
 ) -> None:
     shared.put("base", {"w": torch.ones(4)})
     with manager.client() as client:
-        (layer,) = client.get([_key("base")])
+        (layer,) = client.get([state_dict_key("base")])
     assert layer is not None
     broken = spoil(managers.bytes_of(layer.leases[0]))
     if broken == managers.bytes_of(layer.leases[0]):
         broken = broken[:-2]
     tensor = NewTensor(len(broken), digest(broken), broken)
     with manager.client() as client:
-        client.put({_key("spoiled"): NewLayer(layer.record, (tensor,))})
+        client.put({state_dict_key("spoiled"): NewLayer(layer.record, (tensor,))})
         with pytest.raises(FormatError, match="is no state dict"):
             shared.get("spoiled")
 
