@@ -93,6 +93,10 @@ def test_the_users_own_file_can_be_another_one(
         ('store = "~nobody-of-this-name/x"', "store is '~nobody-of-this-name/x'; there is no such"),
         ("store = [", "cannot be read"),
         ("\ufffe", "cannot be read"),
+        ("store = " + "[" * 100_000 + "]" * 100_000, "cannot be read"),
+        ("budget = " + "9" * 5000, "cannot be read"),
+        ('budget = "99999999TiB"', "budget is '99999999TiB'; give a size"),
+        ('store = "a\\u0000b"', "store is 'a\\x00b'; give a path"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_file_and_key(folder: Path, text: str, said: str) -> None:
@@ -142,7 +146,9 @@ def test_a_working_folder_of_somebody_else_holds_no_file(
         ("64GB", 64 * 10**9),
         ("1.5MiB", 3 << 19),
         ("2T", 2 << 40),
-        *((text, None) for text in ("", "-1", "G", "1i", "1iB", "1.G", "1 2", "1e9", "12X")),
+        *((text, None) for text in ("", "-1", "G", "1i", "1iB", "1.G", "1 2", "1e9", "12X", "nan")),
+        ("1024TiB", 1 << 50),
+        *((text, None) for text in ("1024.1TiB", "9" * 5000, "9" * 30 + "T")),
     ],
 )
 def test_a_size_is_a_number_with_or_without_a_unit(text: str, nbytes: int | None) -> None:

@@ -65,7 +65,7 @@ def main(socket: str, engine_args: str, checkpoint: str) -> None:
     try:
         given = json.loads(engine_args)
         reason = build(checkpoint, socket, given)
-    except (TensorDedupError, ValueError, OSError) as error:
+    except (TensorDedupError, ValueError, RecursionError, OSError) as error:
         reason = str(error)
     if reason is not None:
         raise SystemExit(f"{checkpoint}: not preloaded: {reason}")

@@ -31,7 +31,9 @@ CACHE_ENVIRONMENT: Final = "TENSOR_DEDUP_CACHE"
 _PATHS: Final = ("store", "socket")
 _KEYS: Final = (*_PATHS, "remote", "budget")
 # Sizes as people write them: `64G`, `1.5GiB`, `1048576`.
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
+_SIZE: Final = re.compile(r"(\d{1,32}(?:\.\d{1,32})?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
+# In bytes. What computes with sizes in 64 bits, for thousands of machines, does not overflow.
+LARGEST_SIZE: Final = 1 << 50
 _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -78,7 +80,7 @@ def configured_budget() -> int | None:
         ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     value = _value("budget")
-    return None if value is None else parse_size(str(value))
+    return None if value is None else parse_size(value)
 
 
 def remote_url(given: str | PathLike[str] | None = None) -> str | None:
@@ -109,11 +111,19 @@ def cache_folder() -> Path:
     return Path(named or platformdirs.user_cache_path("tensor-dedup")).absolute()
 
 
-def parse_size(text: str) -> int | None:
-    """Return the number of bytes that a text such as `64G` means, or None if it is not a size.
+def parse_size(given: object) -> int | None:
+    """Return the number of bytes that a text such as `64G`, or an integer, means.
 
-    `64G`, `64Gi` and `64GiB` count in powers of 1024, `64GB` in powers of 1000.
+    `64G`, `64Gi` and `64GiB` count in powers of 1024, `64GB` in powers of 1000. Return None for
+    anything else, and for a size beyond 1024 TiB.
     """
+    nbytes = _parsed(given) if isinstance(given, str) else given
+    if isinstance(nbytes, int) and not isinstance(nbytes, bool) and 0 <= nbytes <= LARGEST_SIZE:
+        return nbytes
+    return None
+
+
+def _parsed(text: str) -> int | None:
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         return None
@@ -128,7 +138,7 @@ def _value(key: str) -> Any:
 def _read(file: Path) -> dict[str, Any]:
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read ({error}); mend it", file=str(file)) from error
     for key, value in found.items():
         if key not in _KEYS:
@@ -140,13 +150,13 @@ def _read(file: Path) -> dict[str, Any]:
         if key == "remote" and (not isinstance(value, str) or "://" not in value):
             # Not shown: it may hold a credential.
             raise _wrong(file, key, "is no URL", 'give one, for example "s3://bucket/models"')
-        if key == "budget" and (isinstance(value, bool) or not parse_size(str(value))):
+        if key == "budget" and not parse_size(value):
             raise _wrong(file, key, f"is {value!r}", 'give a size, for example "32GiB"')
     return found
 
 
 def _path(file: Path, key: str, value: object) -> Path:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or "\0" in value:
         raise _wrong(file, key, f"is {value!r}", 'give a path as text, as in "/data/store"')
     try:
         return Path(value).expanduser()

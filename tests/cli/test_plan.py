@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from models import gallery
 from processes import chromium, commands
 from project import package_source
 from tensor_dedup.analyze import analyze
+from tensor_dedup.cli import main
 
 ROOM = 100_000
 
@@ -185,6 +187,15 @@ def test_the_page_is_for_everybody(fleet: Path, tmp_path: Path, width: int, dark
         ('[models.a]\npath = "a"\nreplica = 2', [], 2, "perhaps 'replicas'"),
         ('rooms = 1\n[models.a]\npath = "a"', [], 2, "perhaps 'room'"),
         ("[models", [], 2, "no TOML"),
+        ('[models.a]\npath = "a"\npath = "b"', [], 2, "no TOML"),
+        ('[models.a]\npath = "a"\nroom = "99999999999999999999TiB"', [], 2, "at most 1024TiB"),
+        ("a = " + "[" * 100_000 + "]" * 100_000, [], 2, "nests too deeply"),
+        ("room = " + "9" * 5000, [], 2, "thousands of digits"),
+        (None, ["--nodes", "9" * 5000, "--memory", "1GiB"], 2, "give a number of 1 or more"),
+        (None, ["--nodes", "99999999999", "--memory", "1GiB"], 2, "at most 100000"),
+        (None, ["--nodes", "1", "--memory", "9" * 30], 2, "is not a size; .* at most 1024TiB"),
+        (None, ["--nodes", "9000", "--memory", "1024TiB"], 2, "at most 2305843009213693952 in all"),
+        (None, ["--nodes", "1", "--memory", "1GiB", "--exact", "nan"], 2, "not a finite number"),
     ],
 )
 def test_wrong_use_says_what_would_be_right(
@@ -197,6 +208,31 @@ def test_wrong_use_says_what_would_be_right(
     done = run("--models", fleet, *given)
     assert (done.returncode, done.stdout) == (code, "")
     assert re.search(said, " ".join(done.stderr.split()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        '{"nodes": [{"name": "a", "memory_bytes": Infinity, "models": []}]}',
+        '{"nodes": [{"name": "a", "memory_bytes": 1e400, "models": []}]}',
+        '{"nodes": [{"name": "a", "memory_bytes": 99999999999999999999, "models": []}]}',
+        '{"nodes": [{"name": "a", "memory_bytes": -1, "models": []}]}',
+        '{"nodes": [{"name": ["a"], "memory_bytes": 1000, "models": []}]}',
+        '{"nodes": [{"name": "a", "memory_bytes": 1000, "models": [1]}]}',
+        '{"nodes": [' + ", ".join(['{"name": "a", "memory_bytes": 1000, "models": []}'] * 2) + "]}",
+        '{"nodes": "\udcff"}',
+    ],
+)
+def test_an_earlier_plan_that_none_has_written_is_wrong_use(
+    fleet: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "plan.json").write_bytes(text.encode(errors="surrogateescape"))
+    arguments = ["plan", "--models", str(fleet), "--from", str(tmp_path / "plan.json")]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2, done.exception
+    assert "is no plan of `tensor-dedup plan --json`" in done.stderr
+    assert done.stdout == ""
 
 
 def test_a_name_that_is_no_pod_s(fleet: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.formats.layers.layer_names import meant, natural
 from tensor_dedup.formats.layers.layer_pairs import chosen, layers_of
 
 
@@ -30,6 +31,15 @@ def pairs(tune: list[Named], base: list[Named]) -> dict[str, str | None]:
         for layer in layers_of(tune, base).values()
         for tensor, old in layer.found
     }
+
+
+def test_names_with_numbers_of_any_length_are_in_natural_order() -> None:
+    names = ["layers.09", "layers.10", "layers.100", f"layers.{'9' * 4999}", f"layers.{'9' * 5000}"]
+    assert sorted({*names}, key=natural) == names
+    layers = {name: [f"{name}.w"] for name in names}
+    assert [*meant(layers, "9-10")] == ["layers.09", "layers.10"]
+    with pytest.raises(ConfigError, match="is called"):
+        meant(layers, "9" * 5000)
 
 
 def test_another_stack_of_the_fine_tune_has_no_counterpart() -> None:

@@ -248,7 +248,7 @@ def test_what_was_imported_is_not_replaced(tmp_path: Path) -> None:
     assert run.store.handle.objects.ref("run@1") == before
 
 
-@pytest.mark.parametrize("wrong", ["-1", "later", "checkpoints/3", "1.5"])
+@pytest.mark.parametrize("wrong", ["-1", "later", "checkpoints/3", "1.5", "9" * 5000])
 def test_what_is_no_step_is_refused(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(BadStepError):
         saver.save({}, checkpoint_id=wrong, storage_writer=StoreWriter(tmp_path, "run"))

@@ -17,6 +17,7 @@ _KINDS_SHOWN = 3
 _GROUPS_SHOWN = 2
 # Of a layer or a checkpoint: more than this is all of it, whatever buffers stayed the same.
 _WHOLE = 0.95
+_MOST_DIGITS = 18  # of a layer's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,7 @@ def _places(verb: str, tensors: Sequence[AnalyzedTensor], checkpoint: Measured) 
 
 def _number(layer: str) -> int | None:
     last = layer.rpartition(".")[2]
-    return int(last) if last.isdecimal() else None
+    return int(last) if last.isdecimal() and len(last) <= _MOST_DIGITS else None
 
 
 def _prefix(layer: str) -> str:

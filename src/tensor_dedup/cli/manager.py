@@ -22,7 +22,7 @@ from rich.text import Text
 
 from tensor_dedup.cli import NobodyThere, WrongUse
 from tensor_dedup.cli.tables import Dotted, counted, fitted
-from tensor_dedup.cli.terminal import console, json_option, say, screen, short
+from tensor_dedup.cli.terminal import FiniteRange, console, json_option, say, screen, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of
@@ -345,7 +345,7 @@ def _shown(
 @click.command(name="top")
 @click.option(
     "--every",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

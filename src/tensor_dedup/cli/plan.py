@@ -1,10 +1,10 @@
 """`tensor-dedup plan`: which model goes to which machine."""
 
-import json
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import click
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -14,14 +14,41 @@ from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.tables import Dotted, counted
-from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
+from tensor_dedup.cli.terminal import (
+    ByteBar,
+    FiniteRange,
+    byte_size,
+    console,
+    json_option,
+    say,
+    say_lines,
+)
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.planning.placement import FleetPlan, Model, Node, Wanted, plan, read_fleet
 from tensor_dedup.planning.placement.plan import Assignment, Move, PlannedNode
 from tensor_dedup.planning.placement.pods import patches
+from tensor_dedup.settings import LARGEST_SIZE
 from tensor_dedup.text_table import human
 
 _RAY: Final = "ray://"
+_MOST_NODES: Final = 100_000
+_SHOWN: Final = 60  # characters of a value that is wrong
+
+
+class _EarlierModel(msgspec.Struct):
+    model: str
+
+
+class _EarlierNode(msgspec.Struct):
+    name: str
+    memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=LARGEST_SIZE)]
+    models: list[_EarlierModel]
+
+
+class _EarlierPlan(msgspec.Struct):
+    """What an earlier plan's JSON says of the machines; the rest of it is skipped."""
+
+    nodes: list[_EarlierNode]
 
 
 @click.command(name="plan")
@@ -61,7 +88,7 @@ _RAY: Final = "ray://"
 @click.option(
     "--exact",
     "exact_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="SECONDS",
     help="Let a solver (extra `plan`) search this long for a better plan and a lower bound. "
     "Ctrl-C ends the search; what was found by then is the plan.",
@@ -138,11 +165,14 @@ def _measured(fleet: list[Wanted], store: str | None, progress: ByteBar) -> list
 
 def _names(nodes: str) -> list[str]:
     """The names of the machines, where only their number is given: node-1 and so on."""
-    if nodes.isdecimal() and int(nodes):
-        return [f"node-{n + 1}" for n in range(int(nodes))]
     names = [name.strip() for name in nodes.split(",")]
-    if nodes.lstrip("-").isdecimal() or not all(names) or len({*names}) < len(names):
-        raise WrongUse(f"--nodes {nodes}: give a number of 1 or more, or different names")
+    if nodes.lstrip("-").isdecimal():
+        # Not converted before its length is known: Python refuses to convert thousands of digits.
+        number = int(nodes) if len(nodes) <= len(str(_MOST_NODES)) else 0
+        names = [f"node-{n + 1}" for n in range(number if number <= _MOST_NODES else 0)]
+    if not names or not all(names) or len({*names}) < len(names):
+        advice = f"give a number of 1 or more, at most {_MOST_NODES}, or different names"
+        raise WrongUse(f"--nodes {nodes[:_SHOWN]}: {advice}")
     return names
 
 
@@ -166,17 +196,16 @@ def _earlier(
 ) -> tuple[list[Node], dict[str, list[str]]]:
     """The machines, with their memory unless it is given, and the placement of an earlier plan."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        machines = [
-            Node(each["name"], memory or int(each["memory_bytes"]), host_memory)
-            for each in found["nodes"]
-        ]
-        placed: dict[str, list[str]] = {}
-        for node in found["nodes"]:
-            for each in node["models"]:
-                placed.setdefault(str(each["model"]), []).append(str(node["name"]))
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=_EarlierPlan)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError, RecursionError) as error:
         raise WrongUse(f"{path} is no plan of `tensor-dedup plan --json`: {error}") from error
+    if len({node.name for node in found.nodes}) < len(found.nodes):
+        raise WrongUse(f"{path} is no plan of `tensor-dedup plan --json`: it names a node twice")
+    machines = [Node(each.name, memory or each.memory_bytes, host_memory) for each in found.nodes]
+    placed: dict[str, list[str]] = {}
+    for node in found.nodes:
+        for each in node.models:
+            placed.setdefault(each.model, []).append(node.name)
     return machines, placed
 
 

@@ -1,6 +1,5 @@
 """`tensor-dedup push`, `pull` and `remote`: checkpoints in buckets, folders and web servers."""
 
-import math
 import os
 import signal
 import socket
@@ -16,7 +15,16 @@ from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.cli.tables import counted, fitted
-from tensor_dedup.cli.terminal import ByteBar, ask, console, json_option, say, say_lines, yes_option
+from tensor_dedup.cli.terminal import (
+    ByteBar,
+    FiniteRange,
+    ask,
+    console,
+    json_option,
+    say,
+    say_lines,
+    yes_option,
+)
 from tensor_dedup.remote import (
     Remote,
     RemoteCheckpoint,
@@ -383,18 +391,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     )
 
 
-def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
-    if not math.isfinite(hours):
-        raise click.BadParameter(f"{hours} is no number of hours")
-    return hours
-
-
 @command.command(name="gc")
 @url_argument
 @click.option(
     "--lease",
-    type=click.FloatRange(min=0),
-    callback=_finite,
+    type=FiniteRange(min=0),
     default=DEFAULT_LEASE_HOURS,
     show_default=True,
     metavar="HOURS",

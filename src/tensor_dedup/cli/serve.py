@@ -7,7 +7,7 @@ from ipaddress import ip_address
 import click
 
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.terminal import byte_size, json_option
+from tensor_dedup.cli.terminal import FiniteRange, byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.metrics import LOOPBACK
@@ -27,7 +27,7 @@ def _handle(_context: click.Context, _parameter: click.Parameter, value: int | N
 def _json_object(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
     try:
         given = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"no JSON ({error})") from error
     if not isinstance(given, dict):
         raise click.BadParameter('give an object, for example {"dtype": "bfloat16"}')
@@ -74,13 +74,13 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
 )
 @click.option(
     "--idle-exit",
-    type=click.FloatRange(min=0),
+    type=FiniteRange(min=0),
     metavar="SECONDS",
     help="Stop after no engine has been connected for this long; by default never.",
 )
 @click.option(
     "--build-timeout",
-    type=click.FloatRange(min=0.1),
+    type=FiniteRange(min=0.1),
     default=30.0,
     show_default=True,
     metavar="SECONDS",

@@ -16,6 +16,7 @@ from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
 from tensor_dedup.cli.tables import Dotted, counted, fitted, listing, shortened
 from tensor_dedup.cli.terminal import (
     ByteBar,
+    FiniteRange,
     ask,
     console,
     json_option,
@@ -97,7 +98,7 @@ def grace_option(verb: _Verb) -> _Verb:
     """Add the option `--grace HOURS` to a verb, which gets it as `grace`."""
     return click.option(
         "--grace",
-        type=click.FloatRange(min=0),
+        type=FiniteRange(min=0),
         default=DEFAULT_GRACE_HOURS,
         show_default=True,
         metavar="HOURS",
@@ -759,7 +760,7 @@ def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
 @click.command(name="verify")
 @click.option(
     "--sample",
-    type=click.FloatRange(0, 100),
+    type=FiniteRange(0, 100),
     metavar="P",
     help="Read P percent of the tensors, chosen at random.",
 )

@@ -1,6 +1,7 @@
 """Output and questions of the verbs: lines, JSON documents, progress bars; common options."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from tensor_dedup.settings import parse_size
 from tensor_dedup.text_table import human
 
 _WIDE: Final = 10_000
+_SHOWN: Final = 60  # characters of a value that is wrong
 
 
 def short(path: Path) -> str:
@@ -81,14 +83,29 @@ def byte_size(least: int = 0) -> Callable[[str | int], int]:
     """
 
     def converted(value: str | int) -> int:
-        nbytes = value if isinstance(value, int) else parse_size(value)
+        nbytes = parse_size(value)
         if nbytes is None:
-            raise click.BadParameter(f"{value!r} is not a size; write for example 64GiB")
+            shown = repr(str(value)[:_SHOWN])
+            what = f"{shown} is not a size; write for example 64GiB, at most 1024TiB"
+            raise click.BadParameter(what)
         if nbytes < least:
             raise click.BadParameter(f"{nbytes} bytes are too few, {least} the least")
         return nbytes
 
     return converted
+
+
+class FiniteRange(click.FloatRange):
+    """A click option type: a FloatRange without `nan` and `inf`."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Return `value` as a finite float in the range."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
 
 
 def yes_option(verb: _Verb) -> _Verb:

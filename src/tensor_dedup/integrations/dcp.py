@@ -64,6 +64,8 @@ from tensor_dedup.types import StrPath
 
 __all__ = ["StoreReader", "StoreWriter"]
 
+_MOST_DIGITS: Final = 18  # of a step
+_UNFIT: Final = (*(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError),)
 _META: Final = "meta"  # in the place of a rank: the coordinator's metadata
 _ADAPTER: Final = "dcp"
 # Names that begin with the mark are no weights to an engine that loads the step.
@@ -248,7 +250,7 @@ class _AsIs:
 def _step_of(checkpoint_id: object) -> int:
     """Return the step that a `checkpoint_id` names: a number, or its digits."""
     text = str(checkpoint_id)
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
         raise BadStepError.at("checkpoint_id", f"the step {checkpoint_id!r}", step=text)
     return int(text)
 
@@ -430,7 +432,7 @@ def _from_json(blob: bytes, where: str) -> tuple[Metadata, dict[str, bool]]:
         state |= {name: _to_tensor(each) for name, each in found["tensors"].items()}
         paths = found["paths"] and {name: tuple(path) for name, path in found["paths"].items()}
         shards = {name: bool(each["shard"]) for name, each in found["tensors"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _UNFIT as error:
         raise DamagedStateError.at(where, f"no metadata of a checkpoint: {error}") from error
     return Metadata(state, planner_data=paths, storage_data={}), shards
 

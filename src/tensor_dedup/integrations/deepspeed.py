@@ -238,7 +238,7 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
             if blob.startswith(f'["{TITLE}", '.encode()):
                 try:
                     return msgspec.json.decode(blob, type=cls)
-                except (msgspec.DecodeError, ValueError) as error:
+                except (msgspec.DecodeError, ValueError, RecursionError) as error:
                     raise DamagedPointerError.at(path, f"it names no step ({error})") from error
         return None
 

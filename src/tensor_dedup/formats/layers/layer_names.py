@@ -14,8 +14,8 @@ from tensor_dedup.errors import ConfigError
 from tensor_dedup.suggestions import nearest
 
 _WITHIN: Final = re.compile(r"^(.*?\.\d+)\.(.+)$")
-_BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d+)")
-_NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+_BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d{1,18})")
+_NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d{1,18})(?:-(?P<last>\d{1,18}))?")
 # What wraps the modules of one model and not of another with the same weights.
 _WRAPPER: Final = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
 _SHOWN: Final = 4
@@ -27,7 +27,14 @@ Names = Mapping[str, Sequence[str]]
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key for `name` in natural order: layer 10 comes after layer 9."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
+    return [_place(part) for part in _DIGITS.split(name)]
+
+
+def _place(part: str) -> tuple[int, str]:
+    if not part.isdecimal():
+        return -1, part
+    digits = part.lstrip("0")
+    return len(digits), digits  # the longer number is greater; Python converts no very long ones
 
 
 def split(name: str) -> tuple[str, str]:

@@ -202,7 +202,7 @@ def _front(fleet: str, wanted: bytes | None = None) -> Any:
 
 
 def _size(field: str, value: int | str | None) -> int | None:
-    nbytes = parse_size(value) if isinstance(value, str) else value
-    if value is not None and (nbytes is None or nbytes <= 0):
+    nbytes = parse_size(value)
+    if value is not None and not nbytes:
         raise ConfigError(f'{field} is {value!r}; write for example "80GiB"', field=field)
     return nbytes

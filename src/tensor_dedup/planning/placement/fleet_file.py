@@ -24,6 +24,7 @@ from tensor_dedup.suggestions import perhaps
 
 _DEFAULTS: Final = ("room", "host", "replicas")
 _FIELDS: Final = ("path", *_DEFAULTS)
+_SHOWN: Final = 60  # characters of a value that is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ def read_fleet(path: Path) -> list[Wanted]:
         raise ConfigError(f"{path} cannot be read: {why}", path=str(path)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}", path=str(path)) from error
+    except (ValueError, RecursionError) as error:  # limits of Python, not of TOML
+        what = "has a number of thousands of digits, or nests too deeply; correct it"
+        raise ConfigError(f"{path} {what}", path=str(path)) from error
     models = found.pop("models", None)
     if not isinstance(models, dict) or not models:
         what = f"{path} names no model; write [models.NAME] with path = ... for each"
@@ -84,7 +88,7 @@ def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
     _check_fields(where, given, _FIELDS)
     replicas = given.get("replicas", 1)
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        what = f"{where}: replicas is {replicas!r}; give a number of 1 or more"
+        what = f"{where}: replicas is {_shown(replicas)}; give a number of 1 or more"
         raise ConfigError(what, model=name)
     sizes = {field: _size(where, field, given.get(field, 0)) for field in ("room", "host")}
     return Wanted(name, given["path"], sizes["room"], sizes["host"], replicas)
@@ -98,9 +102,13 @@ def _check_fields(where: str, table: Mapping[str, Any], fields: tuple[str, ...])
 
 
 def _size(where: str, field: str, value: object) -> int:
-    nbytes = (
-        value if isinstance(value, int) else parse_size(value) if isinstance(value, str) else None
-    )
-    if nbytes is None or isinstance(value, bool) or nbytes < 0:
-        raise ConfigError(f'{where}: {field} is {value!r}; write for example "4GiB"', field=field)
+    nbytes = parse_size(value)
+    if nbytes is None:
+        what = f'{where}: {field} is {_shown(value)}; write for example "4GiB", at most 1024TiB'
+        raise ConfigError(what, field=field)
     return nbytes
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -119,6 +119,7 @@ def plan(
     for at most `exact_s` seconds. Without the solver, the same arguments give the same plan.
 
     Raises:
+        ConfigError: Sizes are negative, or too large to be added up.
         DoesNotFitError: There is no room for a replica.
         NotInstalledError: The solver is not installed.
     """

@@ -8,11 +8,16 @@ have only a few parts, however many tensors they have.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tensor_dedup.errors import ConfigError
+
 Bytes = NDArray[np.int64]
+# A quarter of what 64 bits hold, in bytes: of all nodes, and of all replicas.
+_MOST: Final = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +66,13 @@ class PackingProblem:
     """
 
     def __init__(self, models: Sequence[Model], nodes: Sequence[Node]) -> None:
-        """Find the parts, in time that grows with the tensors of all models."""
+        """Find the parts, in time that grows with the tensors of all models.
+
+        Raises:
+            ConfigError: The sizes are negative, or too large to be added up in 64 bits.
+        """
         self.models, self.nodes = tuple(models), tuple(nodes)
+        _check_range(self.models, self.nodes)
         own = [model.room for model in models]
         parts: list[list[int]] = [[] for _ in models]
         sizes: list[int] = []
@@ -103,6 +113,24 @@ class PackingProblem:
         held = [self.parts[model] for model in chosen]
         union = np.unique(np.concatenate(held)) if held else np.array([], np.int64)
         return int(self.own[chosen].sum() + self.sizes[union].sum())
+
+
+def _check_range(models: Sequence[Model], nodes: Sequence[Node]) -> None:
+    """Refuse sizes whose sums would not fit the arrays."""
+    taken = [(model.nbytes + model.room, model.host) for model in models]
+    copies = [min(model.replicas, len(nodes)) for model in models]
+    given = [(node.memory, node.host or 0) for node in nodes]
+    sizes = [size for pair in (*taken, *given) for size in pair]
+    most = max(
+        sum(max(pair) * count for pair, count in zip(taken, copies, strict=True)),
+        sum(max(pair) for pair in given),
+    )
+    if most > _MOST or min(sizes, default=0) < 0:
+        raise ConfigError(
+            f"sizes from {min(sizes)} to {max(sizes)} bytes, {most} in all; give sizes of 0 and "
+            f"more, and at most {_MOST} in all",
+            nbytes=most,
+        )
 
 
 def _parts(models: Sequence[Model]) -> dict[tuple[int, ...], int]:

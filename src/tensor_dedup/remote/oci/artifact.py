@@ -350,7 +350,7 @@ class _KnownBlobs:
             view = memoryview(bytearray(files.status_of(handle).size))
             found = view[: files.pread(handle, view, 0)]
             return msgspec.json.decode(found, type=dict[str, str])
-        except (OSError, msgspec.DecodeError):
+        except (OSError, msgspec.DecodeError, ValueError):
             return {}
         finally:
             files.close(handle)

@@ -207,7 +207,7 @@ def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
         return None
     try:
         said = msgspec.json.decode(found.stdout, type=_Credential)
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         what = f"the credential helper {command} gave no user and password"
         raise RemoteAccessError.at(artifact.url, what) from None
     return b64encode(f"{said.Username}:{said.Secret}".encode()).decode()

@@ -49,7 +49,7 @@ def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
     body = _checked_body(blob, kind, path)
     try:
         return msgspec.msgpack.decode(body, type=form)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedFileError.at(path, f"its content has another form ({error})") from error
 
 

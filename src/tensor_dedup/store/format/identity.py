@@ -88,7 +88,7 @@ def note_in(text: bytes, run: str) -> TierNote | None:
     identity, where = lines[2].removeprefix(_ID), lines[3].removeprefix(_WHERE)
     try:
         return TierNote(identity, str(json.loads(where)))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -279,7 +279,7 @@ def _chunks(*columns: Sequence[Any]) -> list[bytes]:
 def _unchunked(series: PieceSeries, count: int) -> list[Any]:
     try:
         parts = [msgspec.msgpack.decode(item, type=list[Any]) for item in series.items]
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedStateError.at(series.name, str(error)) from error
     items = [item for part in parts for item in part]
     if len(items) != count or any(type(item) is not list or len(item) != 2 for item in items):
