@@ -400,6 +400,17 @@ def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.Monke
     assert content(shell.root / "out")["model.safetensors"] == (blob / "f00").read_bytes()
 
 
+def test_a_name_that_is_not_the_folder_s_is_said_with_the_option_for_another(shell: Shell) -> None:
+    here = ("--store", shell.store)
+    (shell.root / "m").rename(shell.root / "模型甲")
+    told = said(main, "import", shell.root / "模型甲", *here)
+    name = told.partition(":")[0]
+    assert f"'模型甲' cannot be the name of a checkpoint, so it is {name}; --name gives" in told
+    assert json.loads(said(main, "import", shell.root / "模型甲", "--json", *here))["name"] == name
+    assert "--name" not in said(main, "import", shell.root / "模型甲", "--name", "other", *here)
+    assert [each["name"] for each in shell.document("list")["checkpoints"]] == [name, "other"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
+from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.hashing import SilentListener
 from tensor_dedup.store.writing import sources
 from tensor_dedup.store.writing.transaction import OrderedTransaction
@@ -483,6 +485,41 @@ def test_names_that_are_not_unicode_are_not_saved(tmp_path: Path, what: str) -> 
             run.save(model, 1, files={ODD if what == "file" else "f": b""})
         assert run.steps() == []
     assert_clean(open_store(tmp_path / "store"), {})
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("base", "base"),
+        ("my model", "my-model"),
+        ("modèle ünïcode", "modele-unicode"),
+        ("mode\u0300le", "modele"),  # as some file systems keep the accent
+        ("模型甲", r"checkpoint-[0-9a-f]{8}"),
+        ("模型甲-7b.safetensors", r"7b-[0-9a-f]{8}"),
+        ("模型甲/model.safetensors", r"checkpoint-[0-9a-f]{8}"),
+        ("模" * 80, r"checkpoint-[0-9a-f]{8}"),
+        ("stra\u00dfe", r"stra-e-[0-9a-f]{8}"),
+        ("...", r"checkpoint-[0-9a-f]{8}"),
+        (ODD, r"checkpoint-[0-9a-f]{8}"),
+        ("é" * 250, "e" * 200),
+        ("x/../base", "base"),
+    ],
+)
+def test_a_folder_in_any_script_has_a_default_name(path: str, name: str) -> None:
+    found = name_of(Path("/models", path))
+    assert re.fullmatch(name, found)
+    assert check_name(found) == found == name_of(Path("/elsewhere", path))
+
+
+def test_folders_in_another_script_have_different_names(store: Store, tmp_path: Path) -> None:
+    first, second = (store.import_(model(tmp_path / each)).name for each in ("模型甲", "模型乙"))
+    assert first != second
+    assert store.import_(tmp_path / "模型甲").unchanged
+    other = write(tmp_path / "x" / "模型甲", {"model.safetensors": weights("a")})
+    with pytest.raises(NameTakenError, match=f"'{first}' is there already.*--name"):
+        store.import_(other)
+    with pytest.raises(BadNameError, match=r"/: no name follows from it; .* --name"):
+        store.import_("/")
 
 
 # As names of files: 255 bytes, and 256.

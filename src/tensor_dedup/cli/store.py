@@ -45,6 +45,7 @@ from tensor_dedup.store import (
     VerifyResult,
 )
 from tensor_dedup.store.errors import NameTakenError, NoStoreError
+from tensor_dedup.store.format.names import own_name
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.cache_copies import CacheCopies
@@ -180,7 +181,8 @@ _FOUND = "auto"
 @click.option(
     "--name",
     metavar="N",
-    help="Its name in the store; by default that of its folder, file or repository.",
+    help="Its name in the store; by default that of its folder, file or repository, in the ASCII "
+    "letters, digits and ._@+=- that a name can have.",
 )
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option(
@@ -297,7 +299,14 @@ def import_(
         _import_all(models, take, as_json)
         return
     result = take(place, name)
-    say(result.to_dict(), as_json, *_import_lines(result))
+    say(result.to_dict(), as_json, *_import_lines(result), *_name_lines(place, name, result.name))
+
+
+def _name_lines(place: Path, given: str | None, name: str) -> list[str]:
+    own = own_name(place.absolute())
+    if given is not None or name == own:
+        return []
+    return [f"{own!r} cannot be the name of a checkpoint, so it is {name}; --name gives another"]
 
 
 def _target(store: str | None, place: Path | None, follow_links: bool) -> Store:

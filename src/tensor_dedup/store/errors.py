@@ -74,8 +74,8 @@ class BadNameError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = (
-        "use at most 200 letters, digits and . _ - + @ =, in parts separated by /, each of which "
-        "begins with a letter, a digit or _"
+        "use at most 200 ASCII letters, digits and . _ - + @ =, in parts separated by /, each of "
+        "which begins with a letter, a digit or _"
     )
 
 
@@ -89,7 +89,7 @@ class NameTakenError(AdvisedError):
     """The name is the name of another checkpoint already."""
 
     exit_status = WRONG_USE
-    advice = "choose another name, or replace it with `import --replace`"
+    advice = "choose another name (`import --name`), or replace it with `import --replace`"
 
 
 class UnknownNameError(AdvisedError):

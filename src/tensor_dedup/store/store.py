@@ -137,9 +137,9 @@ class LocalStore:
     ) -> ImportResult:
         """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
-        `name` defaults to the name of the folder or file. Every byte is read and hashed. The
-        checkpoint is committed when the call returns. After an error, the name is not committed,
-        except perhaps after a disk failure.
+        `name` defaults to the name of the folder or file; characters that no checkpoint's name can
+        have are replaced. Every byte is read and hashed. The checkpoint is committed when the call
+        returns. After an error, the name is not committed, except perhaps after a disk failure.
 
         If the checkpoint `name` has the same files already and `replace` is False, nothing is
         written, and the result's `unchanged` is True. But if parts of that checkpoint are damaged,

@@ -4,9 +4,12 @@ A training step that is kept has a second reference beside its own, its *mark*, 
 RUN@STEP@keep. A mark is the name of no checkpoint: it only protects the step.
 """
 
+import os
 import re
+import unicodedata
 from pathlib import Path, PurePath, PurePosixPath
 
+from tensor_dedup.digest import digest
 from tensor_dedup.formats.weight_choice import is_generic
 from tensor_dedup.formats.weights import SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
@@ -22,6 +25,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
 STEP_FORM = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<mark>@keep)?", re.DOTALL)
 MARK = "@keep"
 _HUB = re.compile(r"models--(?P<name>.+)")
+_MARKED = 8  # digits of a digest in a name
 
 
 def check_name(name: str) -> str:
@@ -72,23 +76,45 @@ def name_of(path: Path) -> str:
     1. A folder or file in a Hugging Face cache is named after its repository.
     2. A file with a generic name (`model.safetensors`, an index) is named after its folder.
     3. Any other file is named by its file name without the suffix, and a folder by its folder name.
+
+    Where a checkpoint's name cannot have a character, its ASCII form stands for it (`e` for `é`),
+    or else a hyphen. If a character that is not ASCII has no such form, or nothing is left, eight
+    digits of the text's digest end the name, so that two folders in another script differ.
+
+    Raises:
+        BadNameError: The path has no name, as `/` has none.
     """
+    text = own_name(path)
+    if not text:
+        raise BadNameError(f"{path}: no name follows from it; give one: `import --name N`")
+    return fit(text)
+
+
+def own_name(path: Path) -> str:
+    """Return the text from which `name_of` makes the default name for `path`."""
+    path = Path(os.path.normpath(path))
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
-            return fit("/".join(match["name"].split("--")))
+            return "/".join(match["name"].split("--"))
     if path.parent.name and path.suffix and is_generic(path.name):
-        return fit(path.parent.name)
-    return fit(path.stem if path.suffix in SUFFIXES else path.name)
+        return path.parent.name
+    return path.stem if path.suffix in SUFFIXES else path.name
 
 
 def fit(text: str) -> str:
-    """Return `text` as a checkpoint name: what a name may not have becomes `-`, and the end is cut.
+    """Return `text` as a checkpoint name, with the replacements that `name_of` describes.
 
-    Raises:
-        BadNameError: Nothing is left.
+    The end of a long text is cut.
     """
-    parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in text.split("/")]
-    return check_name(shortened("/".join(part for part in parts if part)))
+    apart = unicodedata.normalize("NFKD", text)
+    letters = "".join(each for each in apart if not unicodedata.combining(each))
+    parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in letters.split("/")]
+    name = "/".join(part for part in parts if part)
+    if not (name and letters.isascii()):
+        # Of one form, since file systems differ in which they keep.
+        same = unicodedata.normalize("NFC", text).encode("utf-8", "surrogatepass")
+        name = shortened(name.rstrip("-") or "checkpoint", f"-{digest(same)[:_MARKED]}")
+    return check_name(shortened(name))
 
 
 def shortened(name: str, ending: str = "") -> str:
