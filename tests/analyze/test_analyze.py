@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from files import reads
-from tensor_dedup.analyze import analyze, digests, fusion
+from tensor_dedup import Store
+from tensor_dedup.analyze import analyze, digests, fusion, verdict
 from tensor_dedup.analyze.analysis import compare
+from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import (
     ChangedFileError,
@@ -58,6 +60,8 @@ def test_by_hand(tmp_path: Path) -> None:
     assert [c.pop("leaf_shared_bytes") for c in found["checkpoints"]] == [0, 0]
     assert [c.pop("left_out") + c.pop("not_indexed") for c in found["checkpoints"]] == [[], []]
     assert [c.pop("name") for c in found["checkpoints"]] == ["", ""]
+    for key in ("small_tensors", "small_bytes"):
+        assert [c.pop(key) for c in found["checkpoints"]] == [0, 0]
     assert found["checkpoints"] == [
         {"path": a, "tensors": 3, "bytes": 12, "adds_bytes": 8, "changes": []},
         {"path": b, "tensors": 4, "bytes": 16, "adds_bytes": 4, "changes": ["added: y"]},
@@ -87,6 +91,58 @@ def test_the_minimum_applies_to_every_number(tmp_path: Path) -> None:
     assert (found.pairs[0].shared_tensors, found.pairs[0].shared_bytes) == (2, 110)
     assert found.vllm.shared_bytes == 110
     assert sum(layer.tensors for layer in found.shared_layers) == 2
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_the_minimum_leaves_out_is_not_called_equal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    content = {"layers.0.big": b"b" * 100, "layers.0.norm": b"s" * 9, "layers.1.big": b"c" * 100}
+    changed = {"layers.0.norm": b"t" * 9}
+    paths = [
+        write(tmp_path / "base.safetensors", content),
+        write(tmp_path / "tune.safetensors", content | changed),
+    ]
+    if stored:
+        monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
+        with Store.open() as store:
+            names = [store.import_(path).name for path in paths]
+        paths = [f"store://{name}" for name in names]
+    whole = analyze(paths).to_dict()
+    assert whole["checkpoints"][1]["adds_bytes"] == 9  # they do differ
+    found = analyze(paths, min_tensor_bytes=10)
+    assert found.reasons[1].changes == (
+        f"no difference from {name_shown(paths[0])} in the 2 tensors that were compared",
+    )
+    assert "2 in all with 18 B" in verdict.left_out(found)
+    told = found.to_dict()
+    assert told["min_tensor_bytes"] == 10
+    assert [(c["small_tensors"], c["small_bytes"]) for c in told["checkpoints"]] == [(1, 9)] * 2
+    nothing = analyze(paths, min_tensor_bytes=1000)
+    assert nothing.reasons[1].changes == ("nothing of it was compared",)
+    assert [each.sentence for each in verdict.advice(nothing)] == [
+        "No tensor was compared: give a smaller --min-tensor-bytes."
+    ]
+    # Where nothing is left out, the word is right.
+    alike = analyze([paths[0], paths[0]], min_tensor_bytes=9)
+    assert alike.reasons[1].changes == (f"equals {name_shown(paths[0])}",)
+    assert verdict.left_out(alike) == ""
+
+
+def test_no_claim_includes_what_the_minimum_leaves_out(tmp_path: Path) -> None:
+    first = {f"layers.{n}.w": bytes([n]) * 100 for n in range(4)} | {"norm": b"n" * 5}
+    paths = [
+        write(tmp_path / "first.safetensors", first),
+        write(tmp_path / "second.safetensors", {"layers.1.w": b"\1" * 100, "norm": b"m" * 5}),
+        write(tmp_path / "third.safetensors", {n: b"x" + d[1:] for n, d in first.items()}),
+        write(tmp_path / "fourth.safetensors", {"other": b"o" * 100, "norm": b"n" * 5}),
+    ]
+    found = analyze(paths, min_tensor_bytes=10)
+    assert [each.changes for each in found.reasons[1:]] == [
+        ("all that was compared is there already",),
+        ("every tensor that was compared changed: fine-tuned in full, or unrelated",),
+        ("another model: no tensor that was compared is shared",),
+    ]
 
 
 BLOCK = {

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
 from models import gallery
 from models import tiny_checkpoints as checkpoints
@@ -201,6 +202,38 @@ def test_options_reach_the_numbers(pair: checkpoints.Pair) -> None:
     assert document(pair.base, pair.base, "--top", "1")["largest_shared"][0]["digest"]
     again = document(pair.base, pair.base, "--top", "1", "--hash-algorithm", "blake2b")
     assert again["largest_shared"][0]["digest"].startswith("blake2b:")
+
+
+def test_what_the_minimum_leaves_out_is_said_and_not_called_equal(
+    pair: checkpoints.Pair, tmp_path: Path
+) -> None:
+    held = checkpoints.tensors(pair.base)
+    save_torch(held, tmp_path / "base.safetensors")
+    smallest = min(held, key=lambda name: held[name].nbytes)
+    save_torch(held | {smallest: held[smallest] + 1}, tmp_path / "tune.safetensors")
+    paths = [tmp_path / "base.safetensors", tmp_path / "tune.safetensors"]
+    assert document(*paths)["checkpoints"][1]["adds_bytes"] == held[smallest].nbytes
+    limit = held[smallest].nbytes + 1
+    compared = sum(tensor.nbytes >= limit for tensor in held.values())
+    page = tmp_path / "page.html"
+    short = ("--min-tensor-bytes", str(limit))
+    texts = [
+        run(*paths, *short, "--details", "--html", page).stdout,
+        page.read_text().replace("&nbsp;", " "),
+    ]
+    for text in texts:
+        assert (
+            f"no difference from base.safetensors in the {compared} tensors that were compared"
+            in text
+        )
+        assert f"Not compared: tensors smaller than {limit} B, " in text
+        assert "equals base.safetensors" not in text
+        assert "shared whole" not in text
+    found = document(*paths, *short)
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+    assert found["min_tensor_bytes"] == limit
+    assert found["checkpoints"][1]["small_tensors"] == len(held) - compared
+    assert "equals" not in json.dumps(found["checkpoints"][1]["changes"])
 
 
 def test_wrong_data_ends_with_1_and_wrong_use_with_2(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class SharedTensor:
 class Analysis:
     """The result of an analysis: what checkpoints have in common. Sizes are in bytes.
 
-    * Tensors below the minimum size are left out.
+    * Tensors smaller than `min_tensor_bytes` are left out, and nothing is said of them.
     * `contributions` says what each checkpoint adds when the checkpoints are loaded in this order,
       and `reasons` says why.
     * `unique_bytes` counts equal tensors once.
@@ -86,6 +86,7 @@ class Analysis:
     markers: tuple[CheckedMarker, ...]
     bytes_read: int
     bytes_hashed: int
+    min_tensor_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -121,6 +122,8 @@ class Analysis:
                     "name": checkpoint.name,
                     "tensors": len(checkpoint.tensors),
                     "bytes": checkpoint.nbytes,
+                    "small_tensors": len(checkpoint.small),
+                    "small_bytes": checkpoint.small_bytes,
                     "adds_bytes": added.adds_bytes,
                     "leaf_shared_bytes": added.leaf_shared_bytes,
                     "changes": list(why.changes),
@@ -160,6 +163,7 @@ class Analysis:
             "markers": [marker.to_dict() for marker in self.markers],
             "bytes_read": self.bytes_read,
             "bytes_hashed": self.bytes_hashed,
+            "min_tensor_bytes": self.min_tensor_bytes,
         }
 
 
@@ -206,7 +210,7 @@ def analyze(
         follow_links=follow_links,
         all_models=all_models,
     )
-    return compare(measured, digests.bytes_read, digests.bytes_hashed)
+    return compare(measured, digests.bytes_read, digests.bytes_hashed, min_tensor_bytes)
 
 
 def measure(
@@ -264,11 +268,14 @@ def measure(
 
 
 def compare(
-    checkpoints: Sequence[Measured], bytes_read: int = 0, bytes_hashed: int = 0
+    checkpoints: Sequence[Measured],
+    bytes_read: int = 0,
+    bytes_hashed: int = 0,
+    min_tensor_bytes: int = 0,
 ) -> Analysis:
     """Return the analysis of checkpoints whose digests are known. No I/O.
 
-    `bytes_read` and `bytes_hashed` are only copied to the result.
+    All arguments but the first are only copied to the result.
     """
     sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
     added, fused = contributions(checkpoints), survives(checkpoints)
@@ -284,6 +291,7 @@ def compare(
         markers=tuple(check_markers(checkpoints)),
         bytes_read=bytes_read,
         bytes_hashed=bytes_hashed,
+        min_tensor_bytes=min_tensor_bytes,
     )
 
 
@@ -322,10 +330,11 @@ def _opened(
 def _measure(
     path: str, checkpoint: Checkpoint, digests: Digests, min_tensor_bytes: int
 ) -> Measured:
-    tensors, small = [], []
+    tensors, small, small_bytes = [], [], 0
     for name, file, spec in checkpoint.tensors():
         if spec.nbytes < min_tensor_bytes:
             small.append(name)
+            small_bytes += spec.nbytes
             continue
         known = digests.by_file[file.path]
         found = Fingerprint(spec.shape, spec.dtype, known[spec.start, spec.nbytes])
@@ -336,7 +345,8 @@ def _measure(
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
     copies = tuple(_not_indexed(checkpoint, digests))
     left_out, name = checkpoint.left_out(), checkpoint.name
-    return Measured(path, tensors, small, _markers(checkpoint), left_out, copies, name)
+    markers = _markers(checkpoint)
+    return Measured(path, tensors, small, markers, left_out, copies, name, small_bytes)
 
 
 def _not_indexed(checkpoint: Checkpoint, digests: Digests) -> Iterator[NotIndexed]:
@@ -349,6 +359,8 @@ def _not_indexed(checkpoint: Checkpoint, digests: Digests) -> Iterator[NotIndexe
     }
     for name, file, spec in copies:
         found = digests.by_file[file.path].get((spec.start, spec.nbytes))
+        if found is None:
+            continue  # below the minimum: whether it differs is not known
         differs = (spec.dtype, spec.shape, found) != counted.get(name)
         yield NotIndexed(name, checkpoint.relative(file), differs)
 

@@ -82,19 +82,16 @@ def _reasons(
     changed = [t for t in own if unwrapped(t.name) in there]
     alike = [t for t in changed if _form(t) == _form(there[unwrapped(t.name)])]
     whole = added.adds_bytes - added.leaf_shared_bytes >= _WHOLE * checkpoint.nbytes
+    # Nothing is said of what was not compared, so no claim may include it.
+    compared = "" if checkpoint.is_whole and other.is_whole else " that was compared"
     if not own:
-        same = _content(checkpoint) == _content(other)
-        words = (
-            f"equals {other.name or name_shown(other.path)}"
-            if same
-            else "all of it is there already"
-        )
+        words = _equality(checkpoint, other, compared)
         return Reasons(nearest, (words, *_lost(lost)))
     if whole and len(changed) < len(own) / 2:
-        return Reasons(nearest, ("another model: no tensor is shared",))
+        return Reasons(nearest, (f"another model: no tensor{compared} is shared",))
     if whole and _size(alike) >= _WHOLE * checkpoint.nbytes:
         # Digests do not tell them apart.
-        what = "every tensor changed: fine-tuned in full, or unrelated"
+        what = f"every tensor{compared} changed: fine-tuned in full, or unrelated"
         return Reasons(nearest, (what,), True)
     types = _types(changed, there)
     if whole and types:
@@ -105,6 +102,19 @@ def _reasons(
     found += [_places("added", new, checkpoint), *_lost(lost)]
     found.append(_by_leaf(added, there))
     return Reasons(nearest, tuple(filter(None, found)))
+
+
+def _equality(checkpoint: Measured, other: Measured, compared: str) -> str:
+    """How a checkpoint without tensors of its own relates to the most similar one."""
+    name, count = other.name or name_shown(other.path), len(checkpoint.tensors)
+    if _content(checkpoint) != _content(other):
+        return f"all{compared or ' of it'} is there already"
+    if not compared:
+        return f"equals {name}"
+    if not count:
+        return "nothing of it was compared"
+    compared = f"{count:,} tensors that were" if count > 1 else "tensor that was"
+    return f"no difference from {name} in the {compared} compared"
 
 
 def _by_leaf(added: Contribution, there: Mapping[str, AnalyzedTensor]) -> str:

@@ -13,7 +13,8 @@ from tensor_dedup.formats.layers.layer_names import natural, split
 class SharedLayer:
     """A layer that is equal in several checkpoints, with the same tensor names within the layer.
 
-    `tensors` is the number of its tensors. `digest` identifies its content, whatever the layer is
+    Tensors that the analysis leaves out are not compared. `tensors` is the number of the others.
+    `digest` identifies its content, whatever the layer is
     called. `places` are pairs of checkpoint path and layer name.
     """
 

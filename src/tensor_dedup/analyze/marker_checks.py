@@ -6,7 +6,7 @@ In a marker a checkpoint claims that some of its tensors are those of another ch
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ class CheckedMarker:
 
     * `base` and `digest` are the name and digest of the base in the marker.
     * `tensors` is the number of tensors that the marker names.
-    * `found` is the path of the base. It is None if the base is not among the compared checkpoints;
-      nothing is checked then, and `wrong` is empty.
+    * `found` is the path of the base. It is None if the base is not among the compared checkpoints,
+      or if tensors of the two were left out; nothing is checked then, and `wrong` is empty.
     * `wrong` has the names of the tensors that are missing or differ from those of the base.
     """
 
@@ -51,7 +51,8 @@ class CheckedMarker:
 def check_markers(checkpoints: Sequence[Measured]) -> list[CheckedMarker]:
     """Check the markers of these checkpoints by comparing digests. No I/O.
 
-    A marker claims that tensors of a checkpoint are those of another one.
+    A marker claims that tensors of a checkpoint are those of another one. It is not checked if
+    tensors of either were left out.
     """
     if not any(checkpoint.markers for checkpoint in checkpoints):
         return []
@@ -61,13 +62,18 @@ def check_markers(checkpoints: Sequence[Measured]) -> list[CheckedMarker]:
             checkpoint.path,
             marker.base,
             marker.digest,
-            base.path if (base := held.get(marker.digest)) is not None else None,
+            base.path if (base := _base(marker, checkpoint, held)) is not None else None,
             len(marker.tensors),
             _wrong(marker, checkpoint, base) if base is not None else (),
         )
         for checkpoint in checkpoints
         for marker in checkpoint.markers
     ]
+
+
+def _base(marker: Marker, tune: Measured, held: Mapping[str, Measured]) -> Measured | None:
+    base = None if tune.small else held.get(marker.digest)
+    return None if base is None or base.small else base
 
 
 def _wrong(marker: Marker, tune: Measured, base: Measured) -> tuple[str, ...]:

@@ -112,25 +112,27 @@ def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: i
     """Return the tensors and digests of a checkpoint in the store, from its manifest.
 
     `path` is the name of the checkpoint, with or without `store://`. `shown` is the path to put
-    into the result. Of tensors smaller than `min_tensor_bytes`, the result has only the names.
+    into the result. Of tensors smaller than `min_tensor_bytes`, the result has only the names
+    and the sum of their sizes.
 
     Raises:
         StoreError: The checkpoint is missing or damaged.
     """
     name = full_name(store, path)
-    tensors, small = [], []
+    tensors, small, small_bytes = [], [], 0
     with pull_suggested(name), store.checkpoint(name) as checkpoint:
         for tensor in checkpoint:
             if tensor.alias_of is not None:
                 continue  # in a file it is counted once too
             if tensor.nbytes < min_tensor_bytes:
                 small.append(tensor.name)
+                small_bytes += tensor.nbytes
                 continue
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
             leaves = _leaves(checkpoint, tensor)
             tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes, leaves))
         copies = checkpoint.not_indexed
-    return Measured(shown, tensors, small, not_indexed=copies)
+    return Measured(shown, tensors, small, not_indexed=copies, small_bytes=small_bytes)
 
 
 def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ...]:

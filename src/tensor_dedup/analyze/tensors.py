@@ -38,11 +38,12 @@ class AnalyzedTensor:
 class Measured:
     """A checkpoint whose digests are known.
 
-    `tensors` are the tensors of at least the minimum size, and `small` has the names of all smaller
-    ones. `markers` are the checkpoint's claims that tensors come from another checkpoint.
-    `left_out` has the files of its folder that are not part of it, and `not_indexed` the copies of
-    tensors that the index does not name. `name` is what another tool calls it in whose store it is,
-    or "".
+    `tensors` are the tensors of at least the minimum size. `small` has the names of all smaller
+    ones, which are not compared, and `small_bytes` is their size. `others` is the number of entries
+    that were left out because they are no tensors. `markers` are the checkpoint's claims that
+    tensors come from another checkpoint. `left_out` has the files of its folder that are not part
+    of it, and `not_indexed` the copies of tensors that the index does not name. `name` is what
+    another tool calls it in whose store it is, or "".
     """
 
     path: str
@@ -52,10 +53,17 @@ class Measured:
     left_out: Sequence[LeftOut] = ()
     not_indexed: Sequence[NotIndexed] = ()
     name: str = ""
+    small_bytes: int = 0
+    others: int = 0
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the checkpoint is compared."""
+        return not (self.small or self.others)
 
 
 class Residents:

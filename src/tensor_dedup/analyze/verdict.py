@@ -44,6 +44,18 @@ def headline(analysis: Analysis) -> str:
     )
 
 
+def left_out(analysis: Analysis) -> str:
+    """Return a sentence about the tensors that were not compared, or "" if there are none."""
+    count = sum(len(checkpoint.small) for checkpoint in analysis.checkpoints)
+    if not count:
+        return ""
+    nbytes = sum(checkpoint.small_bytes for checkpoint in analysis.checkpoints)
+    return (
+        f"Not compared: tensors smaller than {human(analysis.min_tensor_bytes)}, {count:,} in all "
+        f"with {human(nbytes)}; they are in no number here, and may differ."
+    )
+
+
 def advice(analysis: Analysis, store: str | None = None) -> list[Advice]:
     """Return recommendations about these checkpoints, the most useful first.
 
@@ -53,6 +65,8 @@ def advice(analysis: Analysis, store: str | None = None) -> list[Advice]:
     if len(analysis.checkpoints) == 1:
         again = _command("analyze", first, "OTHER", store=store)
         return [Advice("Name a second checkpoint to see what the two share.", (again,))]
+    if left_out(analysis) and not analysis.total_bytes:
+        return [Advice("No tensor was compared: give a smaller --min-tensor-bytes.")]
     found = []
     if analysis.saving >= _LITTLE:
         found.append(_together(analysis, store))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
-from tensor_dedup.analyze.verdict import advice, headline
+from tensor_dedup.analyze.verdict import advice, headline, left_out
 from tensor_dedup.cli import given, visible
 from tensor_dedup.cli.page import HEAD
 from tensor_dedup.text_table import human
@@ -132,6 +132,7 @@ def page(analysis: Analysis, labels: Sequence[str]) -> str:
         "the percentage of a layer that is shared with earlier checkpoints (in the first row, "
         "with later ones). Open a cell to list its tensors."
     )
+    lead = " ".join(filter(None, (lead, left_out(analysis))))
     return (HEAD + _BODY).format(
         style=_STYLE,
         headline=_text(headline(analysis)),

@@ -186,7 +186,9 @@ def _layer_table(analysis: Analysis, top: int) -> Table:
         key=lambda each: (-each.nbytes, natural(each.name)),
     )
     count = sum(each.count for each in blocks)
-    title = f"Layers shared whole: {count}" + (f", other modules: {len(others)}" if others else "")
+    whole = all(each.is_whole for each in analysis.checkpoints)
+    title = f"Layers shared {'whole' if whole else 'as far as compared'}: {count}"
+    title += f", other modules: {len(others)}" if others else ""
     table = _table(title, "layer or module", "layers", "tensors", "size", "checkpoints")
     for part in (blocks, others):
         for each in part[:top]:

@@ -14,6 +14,7 @@ from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
 from tensor_dedup.analyze.tensors import Measured
 from tensor_dedup.analyze.variants import Variant, variants
+from tensor_dedup.analyze.verdict import left_out
 from tensor_dedup.cli import check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
@@ -40,7 +41,8 @@ _WRONG_SHOWN = 4
     default=0,
     show_default=True,
     metavar="SIZE",
-    help="Leave tensors smaller than this out of every number; for example 1MiB.",
+    help="Leave tensors smaller than this out of every number; for example 1MiB. They are not "
+    "compared, and may differ.",
 )
 @click.option(
     "--hash-algorithm",
@@ -147,7 +149,7 @@ def show_analysis(
 
     `top` limits the rows of a table.
     """
-    analysis, left_out = _of_tensors(analysis)
+    analysis, other_entries = _of_tensors(analysis)
     labels = _labels(analysis.checkpoints)
     show_summary(analysis, labels, console, whole=details)
     if details:
@@ -157,10 +159,11 @@ def show_analysis(
         start = f"{printable(label)}: " if len(labels) > 1 else ""
         for line in described(checkpoint.left_out, checkpoint.not_indexed):
             console.print(Text(start + printable(line)), soft_wrap=True)
+    small = left_out(analysis)
     for marker in analysis.markers:
-        console.print(_marked(marker))
-    if left_out:
-        console.print(left_out)
+        console.print(_marked(marker, whole=not small))
+    for line in filter(None, (small, other_entries)):
+        console.print(Text(line), soft_wrap=True)
 
 
 def _show_variants(rows: Sequence[Variant], given: int, console: Console) -> None:
@@ -176,9 +179,11 @@ def _show_variants(rows: Sequence[Variant], given: int, console: Console) -> Non
         console.print("What variants share is not known: give the base first, then some of them.")
 
 
-def _marked(marker: CheckedMarker) -> str:
+def _marked(marker: CheckedMarker, *, whole: bool) -> str:
     count, base = counted(marker.tensors, "tensor"), printable(marker.base)
     says = f"{printable(marker.path)} says that {count} of it are those of {base}"
+    if marker.found is None and not whole:
+        return f"{says}; that is checked without --min-tensor-bytes, which leaves some of it out."
     if marker.found is None:
         return f"{says}; give that one, too, to check it."
     if not marker.wrong:
@@ -193,16 +198,20 @@ def _of_tensors(analysis: Analysis) -> tuple[Analysis, str]:
     checkpoints, count, nbytes = [], 0, 0
     for each in analysis.checkpoints:
         tensors = [t for t in each.tensors if not t.name.startswith(STATE_MARK)]
-        checkpoints.append(replace(each, tensors=tensors))
-        count += len(each.tensors) - len(tensors)
+        others = len(each.tensors) - len(tensors)
+        checkpoints.append(replace(each, tensors=tensors, others=others))
+        count += others
         nbytes += each.nbytes - checkpoints[-1].nbytes
     if not count:
         return analysis, ""
-    left_out = (
+    line = (
         f"Left out: {count} entries of training steps that are no tensors (#structure and the "
         f"like), {human(nbytes)}; --json counts them."
     )
-    return compare(checkpoints, analysis.bytes_read, analysis.bytes_hashed), left_out
+    again = compare(
+        checkpoints, analysis.bytes_read, analysis.bytes_hashed, analysis.min_tensor_bytes
+    )
+    return again, line
 
 
 def _labels(checkpoints: Sequence[Measured]) -> list[str]:

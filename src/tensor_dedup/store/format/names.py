@@ -4,10 +4,10 @@ A training step that is kept has a second reference beside its own, its *mark*, 
 RUN@STEP@keep. A mark is the name of no checkpoint: it only protects the step.
 """
 
-import os
 import re
 import unicodedata
 from pathlib import Path, PurePath, PurePosixPath
+from posixpath import normpath
 
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.weight_choice import is_generic
@@ -92,7 +92,7 @@ def name_of(path: Path) -> str:
 
 def own_name(path: Path) -> str:
     """Return the text from which `name_of` makes the default name for `path`."""
-    path = Path(os.path.normpath(path))
+    path = Path(normpath(path))
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
             return "/".join(match["name"].split("--"))
