@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from blake3 import blake3
 
@@ -16,6 +17,7 @@ from store_runs.stores import (
     KIB,
     assert_clean,
     content,
+    handle,
     noise,
     open_store,
     safetensors,
@@ -43,6 +45,7 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     NoStoreError,
     NotAStoreError,
+    PathTooLongError,
     StoreAccessError,
     StoreBusyError,
     UnfitForCollectionError,
@@ -373,6 +376,26 @@ def test_an_export_goes_to_an_empty_folder(store: Store, tmp_path: Path) -> None
         with pytest.raises(ExportTargetError):
             store.export("m", target)
     assert content(tmp_path / "full") == {"keep.txt": b"keep"}
+
+
+@pytest.mark.parametrize(
+    "path", ["a" * 300, f"folder/{'a' * 256}/x", "模" * 200, "b/" * 2100 + "x"]
+)
+def test_an_export_of_a_path_that_is_too_long_here_writes_nothing(
+    tmp_path: Path, path: str
+) -> None:
+    """A manifest may have such a path: of a run's own files, or from another file system."""
+    with handle(tmp_path / "there") as run:
+        run.save({"t": np.zeros(3)}, 1, files={"a": b"first", path: b"x"})
+        name = run.store.names()[0]
+    open_store(tmp_path / "there").push(f"file://{tmp_path}/remote", name)
+    store = open_store(tmp_path / "here")
+    store.pull(f"file://{tmp_path}/remote", name)
+    assert store.load(name)["t"].tolist() == [0] * 3
+    with pytest.raises(PathTooLongError, match="too long; choose a shorter path") as caught:
+        store.export(name, tmp_path / "out" / "deeper")
+    assert len(str(caught.value)) < 600
+    assert not (tmp_path / "out").exists()
 
 
 def test_gc_waits_for_sessions_and_then_gives_up(store: Store) -> None:

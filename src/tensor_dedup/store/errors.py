@@ -227,6 +227,13 @@ class CorruptTensorError(AdvisedError):
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this tensor"
 
 
+class PathTooLongError(AdvisedError):
+    """A path is longer than the file system takes, in one of its names or as a whole."""
+
+    exit_status = WRONG_USE
+    advice = "choose a shorter path, or another file system"
+
+
 class UnfitForCollectionError(AdvisedError):
     """It is uncertain which files are in use, so garbage collection deletes nothing."""
 
@@ -271,4 +278,6 @@ def os_errors(root: Path) -> Iterator[None]:
             raise StoreAccessError.at(path, what, errno=error.errno) from error
         if error.errno == errno.ENOTDIR:
             raise NotAFolderError.at(path, what, errno=error.errno) from error
+        if error.errno == errno.ENAMETOOLONG:
+            raise PathTooLongError.at(path, what, errno=error.errno) from error
         raise StoreIOError.at(path, what, errno=error.errno) from error

@@ -4,9 +4,10 @@ Files of a store are never modified in place. A file is written and synced under
 and then renamed to its final name. Its folder is synced before anything refers to the file.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -171,3 +172,20 @@ def make_folders(files: Files, path: Path) -> None:
     for folder in reversed(missing):
         files.mkdir(folder)
         files.sync_folder(folder.parent)
+
+
+def is_too_long(files: Files, folder: Path, path: PurePath) -> bool:
+    """Return whether `path` is too long for a file below `folder`.
+
+    This is so if one of its names, or the whole path with `folder`, is longer than the file system
+    takes. `folder` need not exist.
+    """
+    there = next(each for each in (folder, *folder.parents) if files.status(each) is not None)
+    try:
+        for place in (*(there / name for name in path.parts), folder / path):
+            files.status(place)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        return True
+    return False

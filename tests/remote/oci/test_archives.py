@@ -244,7 +244,7 @@ def unpack_in_little_memory(folder: Path, tar: bytes, packing: str) -> None:
     chunks = (data[at : at + 65_536] for at in range(0, len(data), 65_536))
     tracemalloc.start()
     try:
-        unpack(folder, ChunkStream(chunks), packing, RealFiles(), "oci://h/a:b", "oci://h/a@c")
+        unpack(folder, ChunkStream(chunks), packing, RealFiles(), "oci://h/a:b, layer c")
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -293,3 +293,40 @@ def test_two_layers_of_one_path_are_refused(tmp_path: Path, team: str, other: st
     store = open_store(tmp_path / "store")
     with pytest.raises(DamagedRemoteError, match="there twice"):
         store.pull(f"{team}/two:v1", "two")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "a" * 256,
+        f"folder/{'a' * 300}/x.json",
+        "b/" * 2100 + "x.json",
+        "模" * 200,  # of a length that some file systems take
+        "a\0b",
+        "../x.json",
+        "/x.json",
+    ],
+    ids=["name", "folder", "whole", "other letters", "nul", "out", "absolute"],
+)
+@pytest.mark.parametrize("packed", [False, True], ids=["a layer", "in an archive"])
+def test_a_path_that_no_file_here_can_have_is_refused_with_its_layer(
+    tmp_path: Path, team: str, path: str, packed: bool
+) -> None:
+    whole = (f"{MODEL}.weight.v1.raw", safetensors(u8(a=noise(1, 9 * KIB))), "model.safetensors")
+    odd: tuple[str, bytes, str | None] = (f"{MODEL}.doc.v1.raw", b"odd", path)
+    if packed:
+        if "\0" in path:
+            pytest.skip("a tar's names end there")
+        odd = (f"{MODEL}.doc.v1.tar", linking((path, "file", b"odd")), None)
+    registries.bring(tmp_path / "layout", f"{team}/odd:v1", [whole, odd])
+    layer = f"{team}/odd:v1, layer sha256:{hashlib.sha256(odd[1]).hexdigest()}"
+    store = open_store(tmp_path / "store")
+    with pytest.raises((DamagedRemoteError, UnsupportedError)) as caught:
+        store.pull(f"{team}/odd:v1", "odd")
+    assert str(caught.value).startswith(f"{layer}: ")
+    assert len(str(caught.value)) < 600
+    assert store.names() == []
+    assert [each for each in (store.path / "tmp").rglob("*") if each.is_file()] == []
+    # Nothing of it is in the way of another one.
+    registries.bring(tmp_path / "other", f"{team}/right:v1", [whole])
+    assert store.pull(f"{team}/right:v1", "odd").names == ("odd",)

@@ -10,7 +10,7 @@ import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Final, NoReturn, Self
 
 import zstandard
@@ -18,7 +18,7 @@ import zstandard
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.folders import make_folders
+from tensor_dedup.store.folders import is_too_long, make_folders
 from tensor_dedup.store.format.names import check_path
 
 _END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
@@ -80,24 +80,41 @@ def _shown(name: str) -> str:
     return repr(name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}...")
 
 
-def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> str:
-    """Write the content of `stream` to `path` in a folder; return the path in normalised form.
+def check_file(folder: Path, path: str, files: Files, layer: str) -> PurePosixPath:
+    """Check that a file in `folder` can have the path `path`; return it as a path.
 
-    The file belongs to the artifact at `url`, which messages name.
+    Messages begin with `layer`, which names the artifact and the layer that the file is from.
 
     Raises:
-        EscapingPathError: The path leads out of the folder.
-        DamagedRemoteError: A file with this path exists, or a file and a folder have the same path.
+        DamagedRemoteError: The path leads out of the folder, or is not in normal form.
+        UnsupportedError: The path is longer than the file system takes.
     """
-    with remote_damage(url) as where:
+    with remote_damage(layer) as where:
         inner = check_path(path, where)
+    if is_too_long(files, folder, inner):
+        what = f"the path {_shown(path)} is longer than a file's here can be"
+        raise UnsupportedError(f"{layer}: {what}; {_OTHERWISE}", url=layer)
+    return inner
+
+
+def write_file(folder: Path, path: str, stream: Any, files: Files, layer: str) -> str:
+    """Write the content of `stream` to `path` in a folder; return the path in normalised form.
+
+    Messages begin with `layer`, which names the artifact and the layer that the file is from.
+
+    Raises:
+        DamagedRemoteError: A file with this path exists, a file and a folder have the same path, or
+            the path leads out of the folder.
+        UnsupportedError: The path is longer than the file system takes.
+    """
+    inner = check_file(folder, path, files, layer)
     target = folder / inner
     try:
         make_folders(files, target.parent)
         handle, at = files.open(target, "create"), 0
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         what = f"{_shown(path)} is there twice, or a file and a folder"
-        raise DamagedRemoteError.at(url, what) from error
+        raise DamagedRemoteError.at(layer, what) from error
     try:
         while chunk := stream.read(1 << 20):
             files.pwrite(handle, chunk, at)
@@ -107,27 +124,25 @@ def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> 
     return str(inner)
 
 
-def unpack(
-    folder: Path, stream: ChunkStream, packing: str, files: Files, url: str, layer: str
-) -> None:
+def unpack(folder: Path, stream: ChunkStream, packing: str, files: Files, layer: str) -> None:
     """Write the files in an archive into a folder.
 
-    `stream` has the bytes of the archive, which is a layer of the artifact at `url`. `packing` is
-    the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in messages.
+    `stream` has the bytes of the archive, which is a layer of an artifact. `packing` is the
+    compression: "" for none, "gz" or "zst". Messages begin with `layer`, which names both.
 
     Raises:
         UnsupportedError: The archive has a sparse file, a member other than a file, a folder or a
             link to a file, a name or link target of more than 4096 characters, or more than 10,000
             links.
-        EscapingPathError: A file's name leads out of the folder.
-        DamagedRemoteError: The bytes are not an archive, or the archive is incomplete.
+        DamagedRemoteError: A file's name leads out of the folder, the bytes are not an archive, or
+            the archive is incomplete.
     """
     source: Any = stream
     if packing == "zst":
         source = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
     elif packing == "gz":
         source = gzip.GzipFile(fileobj=source)
-    unpacking = _Unpacking(folder, files, url)
+    unpacking = _Unpacking(folder, files, layer)
     try:
         with tarfile.open(fileobj=source, mode="r|", tarinfo=_Entry) as archive:
             for entry in archive:
@@ -149,8 +164,8 @@ def unpack(
 class _Unpacking:
     """An archive that is being unpacked: what it has written, and the links it has met."""
 
-    def __init__(self, folder: Path, files: Files, url: str) -> None:
-        self._folder, self._files, self._url = folder, files, url
+    def __init__(self, folder: Path, files: Files, layer: str) -> None:
+        self._folder, self._files, self._layer = folder, files, layer
         self._links: dict[str, str] = {}
         self._met = 0
         self._written = set[str]()
@@ -164,7 +179,7 @@ class _Unpacking:
         if entry.isdir():
             return
         if path in self._written:  # of what is there twice the last counts
-            with remote_damage(self._url) as where:
+            with remote_damage(self._layer) as where:
                 self._files.unlink(self._folder / check_path(path, where))
             self._written.discard(path)
         self._links.pop(path, None)
@@ -202,7 +217,7 @@ class _Unpacking:
                 del left[name]
 
     def _unsupported(self, what: str) -> UnsupportedError:
-        return UnsupportedError(f"{self._url}: {what}; {_OTHERWISE}", url=self._url)
+        return UnsupportedError(f"{self._layer}: {what}; {_OTHERWISE}", url=self._layer)
 
     def _copy(self, target: str, name: str) -> None:
         files = self._files
@@ -214,7 +229,7 @@ class _Unpacking:
             files.close(handle)
 
     def _write(self, name: str, stream: Any) -> None:
-        self._written.add(write_file(self._folder, name, stream, self._files, self._url))
+        self._written.add(write_file(self._folder, name, stream, self._files, self._layer))
 
 
 def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:

@@ -38,7 +38,7 @@ from tensor_dedup.remote.errors import (
     remote_damage,
 )
 from tensor_dedup.remote.oci import modelpack as artifacts
-from tensor_dedup.remote.oci.archives import ChunkStream, unpack, write_file
+from tensor_dedup.remote.oci.archives import ChunkStream, check_file, unpack, write_file
 from tensor_dedup.remote.oci.modelpack import (
     EMPTY,
     EMPTY_BLOB,
@@ -583,9 +583,10 @@ class Artifact:
         files in `folder` are deleted first.
 
         Raises:
-            UnsupportedError: A layer has an unknown type or no file name, or there are no layers.
-            EscapingPathError: A file's name leads out of the folder.
-            DamagedRemoteError: A layer does not match its digest.
+            UnsupportedError: A layer has an unknown type or no file name, a file's path is too long
+                for this file system, or there are no layers.
+            DamagedRemoteError: A layer does not match its digest, or a file's path leads out of the
+                folder.
         """
         held = self._document.layers
         layers = [each for each in held if each.media_type != EMPTY or _path_of(each) is not None]
@@ -593,6 +594,9 @@ class Artifact:
             what = "it has no layers; pull one that holds a model"
             raise UnsupportedError(f"{self.url}: {what}", url=self.url)
         with os_errors(folder):
+            for layer in layers:  # before anything is downloaded
+                if (path := _path_of(layer)) is not None:
+                    check_file(folder, path, files, self._shown(layer))
             begun = self._begun(folder, layers, files)
         progress.saved(sum(begun.values()))
         progress.start(sum(layer.size for layer in layers) - sum(begun.values()))
@@ -605,7 +609,7 @@ class Artifact:
             stream = ChunkStream(self._chunks(layer, progress))
             with os_errors(folder):
                 if path is not None:
-                    write_file(folder, path, stream, files, self.url)
+                    write_file(folder, path, stream, files, self._shown(layer))
                 else:
                     self._unpack(folder, layer, stream, files)
             stream.drain()
@@ -658,8 +662,11 @@ class Artifact:
         if packing is None:
             what = f"a layer of the type {layer.media_type!r} without a file's name"
             raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
-        where = self.registry.at(layer.digest)
-        unpack(folder, stream, packing, files, self.url, where)
+        unpack(folder, stream, packing, files, self._shown(layer))
+
+    def _shown(self, layer: Descriptor) -> str:
+        """The artifact and one of its layers, for messages."""
+        return f"{self.url}, layer {layer.digest}"
 
 
 def _taken(url: str, name: str) -> RemoteNameTakenError:

@@ -1,15 +1,16 @@
 """Writing of the files of a stored checkpoint, byte for byte as they were imported."""
 
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from tensor_dedup.store.errors import ExportTargetError
+from tensor_dedup.store.errors import ExportTargetError, PathTooLongError
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.folders import make_folders
+from tensor_dedup.store.folders import is_too_long, make_folders
 from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 
 # Whole leaves, so that verifying a piece reads nothing twice.
 _STEP = 32 << 20
+_SHOWN = 60  # characters of a path
 
 
 def export(
@@ -22,10 +23,15 @@ def export(
 
     Raises:
         ExportTargetError: `directory` is not empty, or is not a folder.
+        PathTooLongError: The path of a file is too long for that folder; nothing is written.
     """
     status = files.status(directory)
     if status is not None and (status.kind != "folder" or files.listdir(directory)):
         raise ExportTargetError.at(directory, "it is not an empty folder")
+    for file in checkpoint.files:
+        if is_too_long(files, directory.absolute(), PurePath(file.path)):
+            what = f"it cannot hold a file of the path {file.path[:_SHOWN]!r}..., which is too long"
+            raise PathTooLongError.at(directory, what, file=file.path)
     progress.start(checkpoint.nbytes)
     written = []
     for file in checkpoint.files:
