@@ -196,6 +196,7 @@ def test_the_index_says_which_of_two_tensors_counts(store: Store, tmp_path: Path
     places = {place.tensor: place.digest for place in store.find(checkpoint["norm"].digest)}
     assert places == {"norm": checkpoint["norm"].digest}
     assert store.find(hashed(old)) == []
+    assert store.stats().tensors == 3
     # The same folder is the same checkpoint, and mends it.
     assert store.import_(folder).unchanged
     assert store.expected_manifest(folder, lambda path, fd: {}) == result.manifest

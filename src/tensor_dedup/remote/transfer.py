@@ -201,7 +201,7 @@ def _import_artifact(
     with store.handle.locked(), oci.layers_folder(objects.layout.tmp, artifact, files) as folder:
         artifact.download(folder, files, progress)
         with oci.advising_pull(artifact.url, name):
-            result = store.import_(folder, name, replace)
+            result = store.import_(folder, name, replace, all_files=artifact.is_ours)
     nbytes, calls = artifact.registry.traffic.counts()
     return TransferResult(
         url=artifact.url,

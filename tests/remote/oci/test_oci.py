@@ -402,6 +402,22 @@ class TestFaults:
             proxy.blind = False
         assert stored(other, "base") == content(tmp_path / "base")
 
+    def test_without_ranges_all_files_are_pulled(
+        self, tmp_path: Path, proxy: Proxy, team: str
+    ) -> None:
+        folder = model(tmp_path / "whole", [weights(1, 64 * KIB)])
+        write(folder, {"optimizer.pt": noise(1, KIB), ".hidden/x": b"x"})
+        store, other = open_store(tmp_path / "store"), open_store(tmp_path / "other")
+        manifest = store.import_(folder, all_files=True).manifest
+        store.push(f"{team}/whole:v1", "whole")
+        proxy.blind = True
+        try:
+            other.pull(f"{team}/whole:v1", "whole")
+        finally:
+            proxy.blind = False
+        assert stored(other, "whole") == content(folder)
+        assert other.manifest("whole") == manifest
+
     @pytest.mark.parametrize("damage", ["gone", "flipped"])
     def test_without_good_tables_whole_layers_are_pulled(
         self,

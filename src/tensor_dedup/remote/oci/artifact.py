@@ -518,6 +518,11 @@ class Artifact:
         """The URL of the artifact."""
         return self._name.url
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether a store pushed the artifact, so that its files are all those of a checkpoint."""
+        return OUR_MANIFEST in (self._document.annotations or {})
+
     def as_bucket(self, name: str) -> ArtifactBucket | None:
         """Return a bucket that presents the artifact as a remote with the checkpoint `name`.
 
