@@ -5,7 +5,6 @@ Damaged files do not stop an inventory; they are recorded in it.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.format.external import EXTERNAL
-from tensor_dedup.store.format.manifests import counted_files, not_indexed
+from tensor_dedup.store.format.manifests import Manifest, counted_files, not_indexed
 from tensor_dedup.store.format.names import file_of, marked_by
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
@@ -232,10 +231,19 @@ def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
         found.logical_bytes += manifest.nbytes
     for page, times in Counter(manifest.pages).items():
         _page(objects, found, page.hex(), kept or name, times if kept is None else 0)
-    if kept is None and (counted := counted_files(manifest.notes)):
-        with suppress(StoreError):  # which is a problem that was noted
-            pieces = objects.pieces(manifest_name, manifest)
-            found.references -= len(not_indexed(manifest.files, pieces, counted))
+    if kept is None:
+        found.references -= _copies(objects, manifest_name, manifest)
+
+
+def _copies(objects: Objects, name: str, manifest: Manifest) -> int:
+    """Return how many tensors of its files the checkpoint does not count; 0 where it is damaged."""
+    counted = counted_files(manifest.notes)
+    if not counted:
+        return 0
+    try:
+        return len(not_indexed(manifest.files, objects.pieces(name, manifest), counted))
+    except StoreError:  # which is noted as a problem of the page
+        return 0
 
 
 def _page(objects: Objects, found: Inventory, page: str, name: str, times: int) -> None:
