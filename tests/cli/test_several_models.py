@@ -1,6 +1,7 @@
 """Folders of other tools on the command line: several models, other tools' stores, parts of one."""
 
 import json
+import struct
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from files.gguf_files import entry, file_of, info
 from files.model_store_files import (
     docker_model,
     gguf_bytes,
@@ -176,6 +178,9 @@ def test_an_export_holds_the_files_under_plain_names(tmp_path: Path) -> None:
         }
     with Store.open(store).checkpoint("copied") as opened:
         tensors = load_tensors(opened)
+    said = run("import", manifest, "--store", store).stdout
+    assert said.startswith("alpha/latest: 2 tensors")
+    assert "cannot be the name" not in said
     assert tensors["blk.1.a"].view(torch.float32).tolist() == [2.0] * 8
 
 
@@ -215,8 +220,42 @@ def test_names_that_several_would_have_are_told_apart(
     ]
 
 
-@pytest.mark.parametrize("more", [("--name", "x"), ("--hub-cache",)])
-def test_all_models_goes_with_no_name(tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_each_model_of_a_cached_repository_is_indexed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision = "0" * 40
+    quantisations(tmp_path / "hub" / "models--org--repo-GGUF" / "snapshots" / revision)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for key in ("imported", "left_out"):
+        done = document("import", "--hub-cache", "--store", tmp_path / "store")
+        names = {each["name"] for each in done["imported"]} | {*done["left_out"]}
+        assert names == {f"org/repo-GGUF@{revision}/{n}" for n in ("m.Q4_K_M", "m.Q8_0", "mmproj")}
+        assert len(done[key]) == 3
+
+
+def test_a_split_model_is_called_without_the_number_of_its_part(tmp_path: Path) -> None:
+    root = quantisations(tmp_path / "given")
+    for number, name in ((1, "a"), (2, "b")):
+        entries = [
+            entry("split.no", 2, struct.pack("<H", number - 1)),
+            entry("split.count", 2, struct.pack("<H", 2)),
+        ]
+        data = file_of(entries, [info(f"blk.{number - 1}.{name}")], b"\0" * 8)
+        write(root / f"m.BF16-0000{number}-of-00002.gguf", data)
+    (root / "m.Q8_0.gguf").write_bytes(gguf_bytes({"blk.0.a": 1.0}))
+    done = document("import", root, "--all-models", "--store", tmp_path / "store")["imported"]
+    assert [(each["name"], each["tensors"]) for each in done] == [
+        ("m.BF16", 2),
+        ("m.Q4_K_M", 2),
+        ("m.Q8_0", 1),
+        ("mmproj", 1),
+    ]
+
+
+@pytest.mark.parametrize("more", [("--name", "x"), ("--hub-cache",), ("--all-files",)])
+def test_all_models_goes_with_no_name_and_no_other_files(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
     given = () if "--hub-cache" in more else (quantisations(tmp_path / "given"),)
     result = run("import", *given, "--all-models", *more, "--store", tmp_path / "store")
     assert result.returncode == 2

@@ -137,15 +137,33 @@ def layer(**changes: object) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        "sha256:../../../secret",
+        "sha256:" + "../" * 21 + "a",
+        digest(BASE).upper(),
+        digest(BASE) + "\n",
+        digest(BASE).replace("256", "512"),
+        digest(BASE)[:-1],
+        None,
+    ],
+)
+def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, given: object) -> None:
+    for path in (
+        ollama_model(tmp_path / "a", f"{LIBRARY}/m/t", [("model", BASE)]),
+        docker_model(tmp_path / "b", "m:t", [("gguf.v3", BASE)]),
+    ):
+        write(tmp_path / "secret", BASE)  # which is what `../../../secret` is to Docker's blobs
+        manifest = json.loads(path.read_text())
+        manifest["layers"][0]["digest"] = given
+        path.write_text(json.dumps(manifest))
+        with refused(CheckpointFault.MANIFEST, match="is no SHA-256"):
+            open_checkpoint(path, follow_links=True)
+
+
+@pytest.mark.parametrize(
     "layers",
     [
-        layer(digest="sha256:../../../secret"),
-        layer(digest="sha256:" + "../" * 21 + "a"),
-        layer(digest=digest(BASE).upper()),
-        layer(digest=digest(BASE) + "\n"),
-        layer(digest=digest(BASE).replace("256", "512")),
-        layer(digest=digest(BASE)[:-1]),
-        layer(digest=None),
         layer(digest=digest(b"nowhere")),
         layer(size=len(BASE) + 1),
         layer(size=-1),
@@ -158,7 +176,6 @@ def layer(**changes: object) -> list[dict[str, object]]:
     ],
 )
 def test_a_manifest_that_lies_is_refused(tmp_path: Path, layers: object) -> None:
-    write(tmp_path / "secret", BASE)
     path = ollama_model(tmp_path, f"{LIBRARY}/m/t", [("model", BASE)], changes={"layers": layers})
     with refused(CheckpointFault.MANIFEST, match="pull the model again"):
         open_checkpoint(path)

@@ -27,6 +27,7 @@ from tensor_dedup.cli.terminal import (
 )
 from tensor_dedup.errors import (
     CheckpointNotFoundError,
+    SeveralModelsError,
     StoreError,
     TensorDedupError,
     UnsupportedError,
@@ -34,6 +35,7 @@ from tensor_dedup.errors import (
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import cache_path, locate
 from tensor_dedup.formats.left_out import described
+from tensor_dedup.formats.model_stores import is_manifest
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import (
     GcPlan,
@@ -45,7 +47,7 @@ from tensor_dedup.store import (
     VerifyResult,
 )
 from tensor_dedup.store.errors import NameTakenError, NoStoreError
-from tensor_dedup.store.format.names import own_name
+from tensor_dedup.store.format.names import fit, own_name, stem_of
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.cache_copies import CacheCopies
@@ -272,8 +274,10 @@ def import_(
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
-    if all_models and name is not None:
-        raise WrongUse("--all-models names every model itself: leave --name out")
+    if all_models and (name is not None or all_files):
+        raise WrongUse(
+            "--all-models names every model, and takes its files alone: no --name, no --all-files"
+        )
     place = locate(path)
     if all_files and place.is_file():
         raise WrongUse(f"--all-files keeps the files of a folder, and {path} is a file")
@@ -304,7 +308,7 @@ def import_(
 
 def _name_lines(place: Path, given: str | None, name: str) -> list[str]:
     own = own_name(place.absolute())
-    if given is not None or name == own:
+    if given is not None or name == own or is_manifest(place):  # which has a name with its tool
         return []
     return [f"{own!r} cannot be the name of a checkpoint, so it is {name}; --name gives another"]
 
@@ -429,7 +433,10 @@ class _CacheImport:
         self.failed: dict[str, str] = {}
 
     def take(self, snapshot: HubSnapshot) -> None:
-        """Index one; what is no checkpoint of ours, or there already, is left out."""
+        """Index one, or each of several models in it.
+
+        What is no checkpoint of ours, or there already, is left out.
+        """
         if snapshot.name in self._there:
             self.left_out[snapshot.name] = "it is in the store already"
             return
@@ -444,6 +451,10 @@ class _CacheImport:
                     external=True,
                     follow_links=self._follow_links,
                 )
+        except SeveralModelsError as error:
+            for path in map(Path, error.models):
+                inside = path.relative_to(snapshot.path).with_name(stem_of(path))
+                self.take(HubSnapshot(path, fit(f"{snapshot.name}/{inside.as_posix()}")))
         except (NameTakenError, CheckpointNotFoundError, UnsupportedError) as error:
             self.left_out[snapshot.name] = str(error)
         except TensorDedupError as error:

@@ -11,7 +11,7 @@ from posixpath import normpath
 
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.weight_choice import is_generic
-from tensor_dedup.formats.weights import SUFFIXES
+from tensor_dedup.formats.weights import GGUF_SUFFIX, SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 
 MAX_NAME = 200
@@ -24,6 +24,7 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
 # Eighteen digits fit everywhere; nobody counts further.
 STEP_FORM = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<mark>@keep)?", re.DOTALL)
 MARK = "@keep"
+_GGUF_PART = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB = re.compile(r"models--(?P<name>.+)")
 _MARKED = 8  # digits of a digest in a name
 
@@ -75,7 +76,8 @@ def name_of(path: Path) -> str:
 
     1. A folder or file in a Hugging Face cache is named after its repository.
     2. A file with a generic name (`model.safetensors`, an index) is named after its folder.
-    3. Any other file is named by its file name without the suffix, and a folder by its folder name.
+    3. A split GGUF model (`m-00001-of-00003.gguf`) is named without the number of the part.
+    4. Any other file is named by its file name without the suffix, and a folder by its folder name.
 
     Where a checkpoint's name cannot have a character, its ASCII form stands for it (`e` for `é`),
     or else a hyphen. If a character that is not ASCII has no such form, or nothing is left, eight
@@ -98,6 +100,16 @@ def own_name(path: Path) -> str:
             return "/".join(match["name"].split("--"))
     if path.parent.name and path.suffix and is_generic(path.name):
         return path.parent.name
+    return stem_of(path)
+
+
+def stem_of(path: Path) -> str:
+    """Return the name of a file of weights without its suffix and the number of a GGUF part.
+
+    For another file or a folder, that is its whole name.
+    """
+    if path.suffix == GGUF_SUFFIX:
+        return _GGUF_PART.sub("", path.stem)
     return path.stem if path.suffix in SUFFIXES else path.name
 
 

@@ -24,7 +24,7 @@ from tensor_dedup.formats.weight_choice import is_index, why_left_out
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.store.format.manifests import import_notes
-from tensor_dedup.store.format.names import fit, name_of, shortened
+from tensor_dedup.store.format.names import fit, name_of, shortened, stem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ def models_at(path: Path, *, follow_links: bool = False) -> list[tuple[Path, str
             names.append(fit(f"{each.parent.name}/{each.name}"))
     if len({*names}) < len(names):
         folder = name_of(path.absolute())
-        inside = (each.relative_to(path.absolute()).with_suffix("") for each in models)
+        inside = (each.relative_to(path.absolute()).with_name(stem_of(each)) for each in models)
         names = [fit(f"{folder}/{each.as_posix()}") for each in inside]
     return list(zip(models, names, strict=True))
 
