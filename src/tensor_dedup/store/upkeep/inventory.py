@@ -229,10 +229,9 @@ def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
         return
     if kept is None:
         found.logical_bytes += manifest.nbytes
+        found.references -= _copies(objects, manifest_name, manifest)
     for page, times in Counter(manifest.pages).items():
         _page(objects, found, page.hex(), kept or name, times if kept is None else 0)
-    if kept is None:
-        found.references -= _copies(objects, manifest_name, manifest)
 
 
 def _copies(objects: Objects, name: str, manifest: Manifest) -> int:
