@@ -1,6 +1,7 @@
 """State dicts in the memory manager: published by one process, mapped by others."""
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -237,7 +238,13 @@ def test_a_checkpoint_is_preloaded_under_a_name(
     monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
     with Store.open() as store:
         store.import_(tmp_path / "pipe", "kept")
-    names = [f"mine={tmp_path / 'pipe'}", "stored=store://kept", "none=nowhere/at/all"]
+    (tmp_path / "overlay").mkdir()
+    save_file({"w": held["w"]}, tmp_path / "overlay" / "a.safetensors")
+    save_file({"w": held["w"] + 1, "b": held["b"]}, tmp_path / "overlay" / "b.safetensors")
+    index = {"weight_map": {"w": "a.safetensors", "b": "b.safetensors"}}
+    (tmp_path / "overlay" / "model.safetensors.index.json").write_text(json.dumps(index))
+    names = [f"over={tmp_path / 'overlay'}"]
+    names += [f"mine={tmp_path / 'pipe'}", "stored=store://kept", "none=nowhere/at/all"]
     options = [each for name in names for each in ("--preload", name)]
     with fleet.manager(tmp_path, *options) as manager:
         manager.wait_for("preload failed")
@@ -247,6 +254,9 @@ def test_a_checkpoint_is_preloaded_under_a_name(
                 assert found is not None
                 assert set(found) == {"unet/w", "unet/b", "text/w", "text/b"}
                 assert torch.equal(found["unet/w"], held["w"])
+            over = shared.get("over")
+            assert over is not None
+            assert torch.equal(over["w"], held["w"])  # which the index names
             assert shared.get("none") is None
         with Admin(manager.socket) as admin:
             totals = admin.totals()
