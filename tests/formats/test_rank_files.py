@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from files.model_store_files import safetensors_bytes, write
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import SeveralModelsError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -191,10 +191,26 @@ def test_beside_weights_deepspeeds_folder_is_the_state_of_a_training(tmp_path: P
             "sharded_state",
         ),
         ({"model_world_size_2_rank_0.pt": "w", "model_world_size_2_rank_1.pt": "w"}, "FSDP"),
+        ({"consolidated.00.pth": "w", "consolidated.01.pth": "w"}, "Meta"),
+        ({"model0-mp2.safetensors": "w", "model1-mp2.safetensors": "w"}, "DeepSeek"),
+        ({"rank0.safetensors": "w", "rank1.safetensors": "w"}, "several processes"),
+        ({"x_tp_rank_0.pt": "w", "x_tp_rank_1.pt": "w"}, "several processes"),
+        ({"w_tp-rank-0-of-2.safetensors": "w", "w_tp-rank-1-of-2.safetensors": "w"}, "processes"),
     ],
 )
 def test_files_of_other_tools(tmp_path: Path, files: dict[str, str], advice: str) -> None:
     assert advice in said(states(tmp_path / "saved", files))
+
+
+def test_stages_of_a_pipeline_are_one_model(tmp_path: Path) -> None:
+    files = {"rank0.safetensors": "w0", "rank1.safetensors": "w1"}
+    assert names(states(tmp_path / "saved", files)) == ["w0", "w1"]
+
+
+def test_the_rank_of_an_adapter_is_no_process(tmp_path: Path) -> None:
+    files = {"lora_rank16.safetensors": "w", "lora_rank32.safetensors": "w"}
+    with pytest.raises(SeveralModelsError):
+        open_checkpoint(states(tmp_path / "saved", files))
 
 
 def test_parts_of_one_process_are_one_model(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ from tensor_dedup.formats.rank_files import (
     SLICES_FOLDER,
     are_slices,
     refuse_distributed,
+    refuse_overlapping_parts,
     refuse_parts,
     refuse_slices,
 )
@@ -585,6 +586,7 @@ def _refuse_slices(root: Path, files: list[CheckpointFile]) -> None:
 def _refuse_several(root: Path, files: list[CheckpointFile]) -> None:
     models = several_models((file.path, file.prefix, file.header) for file in files)
     if models:
+        refuse_overlapping_parts(root, [each.name for each in models])
         what = f"{len(models)} models in this folder, and one was asked for"
         raise SeveralModelsError.of(str(root), what, {str(each): "" for each in models})
 
@@ -595,6 +597,7 @@ def _refuse_repeated(files: list[CheckpointFile]) -> None:
         for spec in file.tensors:
             name = file.prefix + spec.name
             if (other := seen.setdefault(name, file.path)) != file.path:
+                refuse_overlapping_parts(file.path.parent, [other.name, file.path.name])
                 raise _repeated(file.path, name, other)
 
 

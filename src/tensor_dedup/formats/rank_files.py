@@ -8,6 +8,9 @@ leaving one out loses a part of it. The tool that wrote them can put them togeth
     DeepSpeed                   mp_rank_00_model_states.pt
                                 zero_pp_rank_0_mp_rank_00_optim_states.pt
     vLLM, sharded_state         model-rank-0-part-0.safetensors
+    Meta                        consolidated.00.pth
+    DeepSeek                    model0-mp8.safetensors
+    TensorRT-LLM and others     rank0.safetensors, model_tp_rank_0.pt
     FSDP, one file a process    model_world_size_2_rank_0.pt
 """
 
@@ -68,6 +71,26 @@ _LAYOUTS: Final = (
         "put them together with the tool that wrote them (verl: `python -m verl.model_merger merge "
         "--backend fsdp --local_dir FOLDER --target_dir OUT`), then give OUT",
     ),
+    _Layout(
+        re.compile(r"consolidated\.(?P<part>\d+)\.pth"),
+        "of Meta's own layout of a model",
+        "give the same model in Hugging Face's layout: often the folder above, or what "
+        "Transformers' convert_llama_weights_to_hf.py makes of FOLDER",
+    ),
+    _Layout(
+        re.compile(r"model(?P<part>\d+)-mp\d+\.safetensors"),
+        "of DeepSeek's own inference code",
+        "give the model that its convert.py was given",
+    ),
+)
+# Names of many tools. Stages of a pipeline may be called so, too, and are one model as they are.
+_PROCESS: Final = _Layout(
+    re.compile(
+        r"(rank|(.*[-_.])?(tp|mp|pp|ep|dp)[-_]?(rank[-_]?)?)(?P<part>\d+)(\D.*)?"
+        r"\.(safetensors|bin|pt|pth|ckpt)"
+    ),
+    "of a job of several processes",
+    "put them together with the tool that wrote them, and give the result",
 )
 
 
@@ -81,9 +104,22 @@ def refuse_parts(folder: Path, names: Iterable[str]) -> None:
     """
     chosen = list(names)
     for layout in _LAYOUTS:
-        matches = [match for name in chosen if (match := layout.files.fullmatch(name))]
-        if len({match["part"] for match in matches}) > 1:
-            raise _unsupported(folder, [match.string for match in matches], layout)
+        _refuse(folder, chosen, layout)
+
+
+def refuse_overlapping_parts(folder: Path, names: Sequence[str]) -> None:
+    """Check the same of files that have tensors' names in common; more names of files count then.
+
+    Raises:
+        UnsupportedError: They are. The message says what to do.
+    """
+    _refuse(folder, names, _PROCESS)
+
+
+def _refuse(folder: Path, names: Sequence[str], layout: _Layout) -> None:
+    matches = [match for name in names if (match := layout.files.fullmatch(name))]
+    if len({match["part"] for match in matches}) > 1:
+        raise _unsupported(folder, [match.string for match in matches], layout)
 
 
 def refuse_distributed(path: Path, names: Sequence[str]) -> None:
