@@ -297,20 +297,28 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
     """Handle Evict: free the slabs with the tensors of a checkpoint, or of one digest.
 
-    A slab is kept if any tensor in it is in use or pinned. The answer has the number of tensors
-    freed, and the bytes of their slabs.
+    A slab is kept if any tensor in it is in use or pinned. Of a checkpoint, a slab is also kept if
+    another checkpoint has a tensor in it; its tensors are then no longer the evicted one's. The
+    answer has the number of tensors freed, and the bytes of their slabs.
     """
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
-    idle = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]
+    unused = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]
+    of_others = set[int]()
+    if message.name not in ledger.residents:  # a digest is evicted whosever it is
+        of_others = {s.number for s in unused if ledger.has_others(s, message.name)}
+    idle = [slab for slab in unused if slab.number not in of_others]
     count = sum(len(slab.residents) for slab in idle)
     nbytes = sum(slab.nbytes for slab in idle)
     for slab in idle:
         ledger.evict(slab)
+    for number in of_others:
+        ledger.leave_to_others(ledger.slabs[number], message.name)
     if idle:
         state.note("evicted", name=repr(message.name), tensors=count, nbytes=nbytes)
     else:
-        state.note("not evicted: in use or pinned", name=repr(message.name))
+        why = "of other checkpoints, too" if of_others else "in use or pinned"
+        state.note(f"not evicted: {why}", name=repr(message.name))
     state.send(connection, Done(count, nbytes))
 
 

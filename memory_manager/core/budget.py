@@ -81,6 +81,11 @@ class SlabState:
         return self.busy or self.owned or bool(self.lingering) or bool(self.holds)
 
 
+def _name_cost(checkpoint: str) -> int:
+    """What it takes to remember that a tensor belongs to a checkpoint, in bytes."""
+    return sys.getsizeof(checkpoint) + NAME_BYTES
+
+
 class Ledger:
     """The ledger of all slabs (blocks of memory), their tensors, the pins, and the costs.
 
@@ -284,10 +289,23 @@ class Ledger:
         names = resident.checkpoints
         if not checkpoint or checkpoint in names or len(names) >= _MAX_CHECKPOINTS:
             return
-        cost = sys.getsizeof(checkpoint) + NAME_BYTES
+        cost = _name_cost(checkpoint)
         if self.remember(cost):
             self.slabs[resident.slab].named += cost
             names.add(checkpoint)
+
+    def has_others(self, slab: SlabState, checkpoint: str) -> bool:
+        """Return whether any tensor in a slab belongs to another checkpoint than `checkpoint`."""
+        return any(resident.checkpoints - {checkpoint} for resident in slab.residents.values())
+
+    def leave_to_others(self, slab: SlabState, checkpoint: str) -> None:
+        """Record that the tensors in a slab that have another checkpoint are not `checkpoint`'s."""
+        cost = _name_cost(checkpoint)
+        for resident in slab.residents.values():
+            if checkpoint in resident.checkpoints and len(resident.checkpoints) > 1:
+                resident.checkpoints.discard(checkpoint)
+                slab.named -= cost
+                self.forget(cost)
 
     def pinned(self, resident: ResidentEntry) -> bool:
         """Return whether a tensor is pinned, by its digest or by the name of a checkpoint."""

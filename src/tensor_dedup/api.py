@@ -31,6 +31,7 @@ class Store(LocalStore):
         *,
         replace: bool = False,
         progress: "TransferListener | None" = None,
+        dry_run: bool = False,
     ) -> "TransferResult":
         """Push the checkpoint or run `name` to a remote; send only data that the remote lacks.
 
@@ -41,7 +42,8 @@ class Store(LocalStore):
 
         The name appears on the remote only after all of its data. With `replace`, it may take the
         place of another checkpoint on the remote. If a push was interrupted, the same call
-        continues it. Objects that `Remote.verify` found damaged are sent again.
+        continues it. Objects that `Remote.verify` found damaged are sent again. With `dry_run`,
+        nothing is written, and the result counts what would be sent.
 
         Raises:
             UnknownNameError: The store has no checkpoint and no run of this name, or all of it was
@@ -55,7 +57,7 @@ class Store(LocalStore):
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
 
-        return transfer.push(self, url, name, replace=replace, progress=progress)
+        return transfer.push(self, url, name, replace=replace, progress=progress, dry_run=dry_run)
 
     def pull(
         self,
@@ -64,6 +66,7 @@ class Store(LocalStore):
         *,
         replace: bool = False,
         progress: "TransferListener | None" = None,
+        dry_run: bool = False,
     ) -> "TransferResult":
         """Pull the checkpoint or run `name` from a remote; fetch only data that is missing here.
 
@@ -74,7 +77,8 @@ class Store(LocalStore):
         listener to the progress in bytes.
 
         With `replace`, the checkpoint may take the place of another one of this name in the store.
-        If a pull was interrupted, the same call continues it.
+        If a pull was interrupted, the same call continues it. With `dry_run`, nothing is written,
+        and the result counts what would be fetched.
 
         Every byte is compared with its digest before it can be used. An attacker who can write to
         the remote can therefore withhold a checkpoint or give its name to another one, but cannot
@@ -92,4 +96,4 @@ class Store(LocalStore):
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
 
-        return transfer.pull(self, url, name, replace=replace, progress=progress)
+        return transfer.pull(self, url, name, replace=replace, progress=progress, dry_run=dry_run)

@@ -9,7 +9,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -67,8 +67,15 @@ def test_to_a_registry_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     pytest.importorskip("oras")
     with registries.registry(folder / "registry") as proxy:
         url = f"oci://{registries.host(proxy)}/team/base:v3"
-        assert "on the wire" in run("push", "base", url).stdout
+        registry = folder / "registry" / "data"
+        planned = dry("push", "base", url, untouched=registry)
+        done = json.loads(run("push", "base", url, "--json").stdout)
+        assert planned["moved_bytes"] == done["moved_bytes"] > 0
         assert "unchanged" in run("push", "base", url).stdout
+        assert dry("push", "base", url, untouched=registry)["unchanged"]
+        planned = dry("pull", url, "--store", folder / "other", untouched=registry)
+        assert not (folder / "other").exists()
+        assert 0 < planned["moved_pieces"] == planned["pieces"]
         assert "--replace" in run("push", "tune", url, status=2).stderr
         document = json.loads(run("pull", url, "--store", folder / "other", "--json").stdout)
         assert document["names"] == ["base"]
@@ -77,6 +84,68 @@ def test_to_a_registry_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -
         assert "no such artifact" in run("pull", nothing, status=3).stderr
     run("export", "another", folder / "out", "--store", folder / "other")
     assert content(folder / "out") == content(folder / "base")
+
+
+def dry(*words: object, untouched: Path) -> dict[str, Any]:
+    """The document of a dry run; its text is looked at, too."""
+    before = content(untouched) if untouched.exists() else None
+    said = run(*words, "--dry-run").stdout
+    document: dict[str, Any] = json.loads(run(*words, "--dry-run", "--json").stdout)
+    assert (content(untouched) if untouched.exists() else None) == before
+    assert not document["done"]
+    assert ("unchanged, all of it is" in said) == document["unchanged"]
+    assert ("; nothing was written" in said) != document["unchanged"]
+    return document
+
+
+@pytest.mark.parametrize("kind", ["remote", "store"])
+def test_a_dry_push_and_a_dry_pull_write_nothing(folder: Path, kind: str) -> None:
+    url = f"file://{folder}/remote"
+    if kind == "store":
+        store = Store.open(folder / "remote")
+        url, _ = str(store.path), store.verify()  # which makes its index
+    compared = ("names", "pieces", "nbytes", "moved_pieces", "unchanged")
+    for name in ("base", "tune", "tune"):
+        planned = dry("push", name, url, untouched=folder)
+        done = json.loads(run("push", name, url, "--json").stdout)
+        assert {key: planned[key] for key in compared} == {key: done[key] for key in compared}
+    assert done["unchanged"]
+    for name in ("base", "tune", "tune"):
+        pull = ("pull", url, name, "--store", folder / "other")
+        planned = dry(*pull, untouched=folder)
+        done = json.loads(run(*pull, "--json").stdout)
+        assert {key: planned[key] for key in compared} == {key: done[key] for key in compared}
+    assert done["unchanged"]
+    assert "no checkpoint 'nope'" in run("push", "nope", url, "--dry-run", status=2).stderr
+    run("pull", url, "nope", "--dry-run", status=2)
+
+
+def test_a_dry_push_refuses_what_a_push_refuses(folder: Path) -> None:
+    (folder / "photos").mkdir()
+    (folder / "photos" / "a.jpg").write_bytes(b"1")
+    for place, name in (("photos", "base"), ("remote", "tune")):
+        url = f"file://{folder}/{place}"
+        if place == "remote":
+            run("push", "base", url)
+            run("rename", "base", "former")
+            run("rename", "tune", "base")
+            name = "base"
+        before = content(folder)
+        assert run("push", name, url, "--dry-run", status=2).stderr
+        assert content(folder) == before
+
+
+def test_a_run_is_counted_once_in_a_dry_push_and_a_dry_pull(folder: Path) -> None:
+    url, steps = f"file://{folder}/remote", CheckpointStore(folder / "store", "run")
+    for step in (1, 2, 3):
+        steps.save({"same": np.arange(50_000), "own": np.full(9, step)}, step)
+    planned = dry("push", "run", url, untouched=folder)
+    done = json.loads(run("push", "run", url, "--json").stdout)
+    assert planned["moved_pieces"] == done["moved_pieces"]
+    pulled = dry("pull", url, "run", "--store", folder / "other", untouched=folder)
+    fetched = json.loads(run("pull", url, "run", "--store", folder / "other", "--json").stdout)
+    assert pulled["names"] == fetched["names"] == ["run@1", "run@2", "run@3"]
+    assert pulled["moved_pieces"] == fetched["moved_pieces"]
 
 
 def test_deleting(folder: Path) -> None:

@@ -140,6 +140,50 @@ def test_copies_that_the_index_does_not_name_are_said(shell: Shell) -> None:
     assert noise(3, KIB) in subprocess.run(command, capture_output=True, check=True).stdout
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("--external",), ("--compress", "auto"), ("--all-files",)], ids=" ".join
+)
+def test_a_dry_import_says_what_an_import_does_and_writes_nothing(
+    shell: Shell, options: tuple[str, ...]
+) -> None:
+    tensors = u8(a=noise(1, 90 * KIB), b=noise(3, 60), c=noise(3, 60))
+    write(shell.root / "tune", {"t.safetensors": safetensors(tensors), "more.json": b"[1, 2]"})
+    told = [*("name", "manifest", "files", "tensors", "new_bytes", "known_bytes", "new_tensors")]
+    told += ["external_bytes", "unchanged"]
+    for model in ("m", "tune", "tune"):
+        before = content(shell.store) if model == "tune" else {}
+        planned = shell.document("import", shell.root / model, *options, "--dry-run")
+        said = shell.run("import", shell.root / model, *options, "--dry-run").stdout
+        assert shell.store.exists() == (model == "tune")
+        assert content(shell.store) == before
+        assert not planned["done"]
+        done = shell.document("import", shell.root / model, *options)
+        assert done["done"]
+        assert {key: planned[key] for key in told} == {key: done[key] for key in told}
+        assert said.endswith("; nothing was written\n") != done["unchanged"]
+    assert done["unchanged"]
+    write(shell.root / "another" / "m", {"t.safetensors": safetensors(tensors)})
+    taken = shell.run("import", shell.root / "another" / "m", "--dry-run")
+    assert taken.returncode == 2  # as without the option
+    assert "--replace" in taken.stderr
+
+
+def test_a_dry_deletion_says_what_it_frees_and_changes_nothing(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    before = content(shell.store)
+    document = shell.document("delete", "m", "--dry-run")
+    (usage,) = shell.document("list")["usage"]
+    assert document == {"deleted": "m", "done": False, "freed_bytes": usage["reclaimable_bytes"]}
+    assert document["freed_bytes"] > 90 * KIB
+    said = shell.run("delete", "m", "--dry-run")  # it asks nothing
+    assert said.returncode == 0
+    freed = human(document["freed_bytes"])
+    assert said.stdout.startswith("m would be deleted; `tensor-dedup gc")
+    assert said.stdout.endswith(f" could then free {freed}; nothing was changed\n")
+    assert shell.run("delete", "nope", "--dry-run").returncode == 2
+    assert content(shell.store) == before
+
+
 def test_people_get_text(shell: Shell) -> None:
     cases: list[tuple[str, list[str | Path], str]] = [
         ("import", [shell.root / "m"], "new 90."),
@@ -383,8 +427,15 @@ def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.Monke
     write(cache / "models--org--old" / "snapshots" / "abc", {"pytorch_model.h5": b"weights"})
     bad = write(cache / "models--org--bad" / "snapshots" / "abc", {"model.safetensors": b"no"})
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    dry = shell.run("import", "--hub-cache", "--dry-run", "--json")
+    assert not shell.store.exists()
     run = shell.run("import", "--hub-cache", "--json")
     document = json.loads(run.stdout)
+    planned = json.loads(dry.stdout)
+    for key in ("left_out", "failed"):
+        assert planned[key] == document[key]
+    for done, was in zip(document["imported"], planned["imported"], strict=True):
+        assert (was["name"], was["external_bytes"]) == (done["name"], done["external_bytes"])
     assert run.returncode == 1
     assert "org/bad@abc" in run.stderr
     assert [result["name"] for result in document["imported"]] == ["org/name@abc", "org/name@def"]

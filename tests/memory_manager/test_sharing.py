@@ -172,6 +172,37 @@ def test_pinned_and_leased_memory_is_not_evicted(manager: managers.Manager) -> N
         assert client.get(["a"]) == [None]
 
 
+def test_evicting_a_checkpoint_keeps_what_another_has(manager: managers.Manager) -> None:
+    common, own = managers.pattern(1, MIB), managers.pattern(2, MIB)
+    with manager.client() as client, Admin(manager.socket) as admin:
+        managers.build(client, "common", common, checkpoint="base")
+        managers.build(client, "own", own, checkpoint="base")
+        managers.build(client, "of-the-tune", common, checkpoint="tune")
+        managers.until(lambda: manager.overview().totals.leases == 0)
+        rows = {row.name: row.nbytes for row in manager.overview().checkpoints}
+        assert rows == {"base": 2 * MIB, "tune": MIB}  # one tensor is shared
+
+        assert admin.evict("base").nbytes == MIB
+        rows = {row.name: row.nbytes for row in manager.overview().checkpoints}
+        assert rows == {"tune": MIB}
+        [found, gone] = client.get(["of-the-tune", "own"])
+        assert found is not None
+        assert gone is None
+        assert managers.bytes_of(found.leases[0]) == common
+        del found
+        managers.until(lambda: manager.overview().totals.leases == 0)
+        assert admin.evict("tune").nbytes == MIB
+        assert manager.overview().totals.residents == 0
+
+
+def test_a_digest_is_evicted_whosever_it_is(manager: managers.Manager) -> None:
+    data = managers.pattern(1, MIB)
+    with manager.client() as client, Admin(manager.socket) as admin:
+        managers.build(client, "layer", data, checkpoint="base")
+        managers.until(lambda: manager.overview().totals.leases == 0)
+        assert admin.evict(digest(data)).nbytes == MIB
+
+
 def test_a_manager_ends_within_its_time_while_it_is_used(manager: managers.Manager) -> None:
     data = managers.pattern(7, MIB)
     client = manager.client()

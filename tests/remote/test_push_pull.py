@@ -395,3 +395,18 @@ def test_a_slow_pull_leaves_few_containers_that_are_complete_early(
     slow = sizes("slow")
     assert 8 <= len(slow) <= 14
     assert all(size >= 400 * KIB for size in slow[1:])
+
+
+def test_a_dry_push_and_a_dry_pull_send_no_request_that_writes(tmp_path: Path, full: Store) -> None:
+    bucket = MemoryBucket()
+    remote, other = Remote(bucket), open_store(tmp_path / "other")
+    other.verify()  # makes the index
+    for name in NAMES:
+        before = dict(bucket.objects)
+        assert not full.push(remote, name, dry_run=True).unchanged
+        assert bucket.objects == before
+        full.push(remote, name)
+        there, here = dict(bucket.objects), content(other.path)
+        planned = other.pull(remote, name, dry_run=True)
+        assert (bucket.objects, content(other.path)) == (there, here)
+        assert planned.moved_pieces == other.pull(remote, name).moved_pieces > 0

@@ -455,8 +455,9 @@ def unpin(name: str, socket: str | None, as_json: bool) -> None:
 def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
     """Drop the checkpoint or digest X from memory, except what is in use or pinned.
 
-    X is its name in `status`. Memory is freed in whole slabs, so other tensors that lie in a freed
-    slab are dropped too. The exit status is 1 if nothing could be dropped.
+    X is its name in `status`. What another checkpoint has in common with X stays for that one. The
+    memory of a digest is freed in a whole slab, so other tensors that lie in it are dropped too.
+    The exit status is 1 if nothing could be dropped.
     """
     with Admin(socket) as admin:
         name = name_of(admin, name)
@@ -464,7 +465,10 @@ def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> N
             raise not_held_error(admin, name)
         done = admin.evict(name)
     document = {"name": name, "tensors": done.count, "bytes": done.nbytes}
-    nothing = f"nothing of {name} was dropped: it is in use, or pinned; see `tensor-dedup status`"
+    nothing = (
+        f"nothing of {name} was dropped: it is in use, or pinned, or another checkpoint has it, "
+        "too; see `tensor-dedup status`"
+    )
     freed = f"{name}: {counted(done.count, 'tensor')} dropped, {human(done.nbytes)} free"
     say(document, as_json, freed if done.count else nothing)
     if not done.count:

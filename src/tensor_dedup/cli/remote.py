@@ -13,13 +13,14 @@ import click
 
 from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
-from tensor_dedup.cli.store import existing, name_argument, store_option
+from tensor_dedup.cli.store import existing, name_argument, store_option, store_or_empty
 from tensor_dedup.cli.tables import counted, fitted
 from tensor_dedup.cli.terminal import (
     ByteBar,
     FiniteRange,
     ask,
     console,
+    dry_run_option,
     json_option,
     say,
     say_lines,
@@ -112,9 +113,12 @@ url_argument = click.argument("url", metavar="URL", callback=remember_given)
 @name_argument
 @url_argument
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name there.")
+@dry_run_option
 @store_option
 @json_option
-def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -> None:
+def push(
+    name: str, url: str, replace: bool, dry_run: bool, store: str | None, as_json: bool
+) -> None:
     """Send the checkpoint NAME, or all steps of the run NAME, to the remote at URL.
 
     URL is s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, or the folder of another store. Only
@@ -127,7 +131,9 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     """
     _check_order(name, url, "push NAME URL")
     with _interruptible(), _TransferBar("pushing") as progress:
-        result = existing(store).push(url, name, replace=replace, progress=progress)
+        result = existing(store).push(
+            url, name, replace=replace, progress=progress, dry_run=dry_run
+        )
     say(result.to_dict(), as_json, *_lines(name, result, "there"))
 
 
@@ -135,9 +141,12 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
 @url_argument
 @click.argument("name", required=False)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name here.")
+@dry_run_option
 @store_option
 @json_option
-def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: bool) -> None:
+def pull(
+    url: str, name: str | None, replace: bool, dry_run: bool, store: str | None, as_json: bool
+) -> None:
     """Fetch the checkpoint NAME, or all steps of the run NAME, from the remote at URL.
 
     Only tensors that the store lacks are downloaded. Every byte is verified against its digest
@@ -153,8 +162,8 @@ def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: 
         name = default_name(url)
     _check_order(name, url, "pull URL NAME")
     with _interruptible(), _TransferBar("pulling") as progress:
-        target = _store_for(store, url, name)
-        result = target.pull(url, name, replace=replace, progress=progress)
+        target = store_or_empty(store) if dry_run else _store_for(store, url, name)
+        result = target.pull(url, name, replace=replace, progress=progress, dry_run=dry_run)
     say(result.to_dict(), as_json, *_lines(name, result, "here"))
 
 
@@ -174,6 +183,8 @@ def _store_for(store: str | None, url: str, name: str) -> Store:
 def _lines(name: str, result: TransferResult, where: str) -> list[str]:
     if result.unchanged:
         return [f"{name}: unchanged, all of it is {where}"]
+    if not result.done:
+        return [_planned(name, result, where)]
     rate = int(result.wire_bytes / result.seconds) if result.seconds > 0 else 0
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
     anchors = counted(result.anchor_pieces, "further piece")
@@ -185,6 +196,16 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
         f"{human(result.wire_bytes)} on the wire ({human(rate)}/s), "
         f"{human(result.saved_bytes)} saved",
     ]
+
+
+def _planned(name: str, result: TransferResult, where: str) -> str:
+    steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
+    moved = f"{human(result.moved_bytes)} would be transferred; nothing was written"
+    if not result.pieces:  # an artifact of another program: what it holds is not known before
+        return f"{name}: {moved}"
+    were = "is" if result.moved_pieces == 1 else "are"
+    missing = f"{counted(result.moved_pieces, 'piece')} of {result.pieces} {were} not {where}"
+    return f"{name}: {steps}{human(result.nbytes)}; {missing}; {moved}"
 
 
 @click.group(name="remote", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
@@ -401,7 +422,7 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     metavar="HOURS",
     help="A time longer than any push takes; with a shorter one, nobody may push meanwhile.",
 )
-@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
+@dry_run_option
 @yes_option
 @json_option
 def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:

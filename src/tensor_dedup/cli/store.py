@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal, TypeVar
 
 import click
@@ -19,6 +20,7 @@ from tensor_dedup.cli.terminal import (
     FiniteRange,
     ask,
     console,
+    dry_run_option,
     json_option,
     say,
     say_lines,
@@ -118,6 +120,15 @@ def existing(store: str | None) -> Store:
     return Store.open(store, create=False)
 
 
+def store_or_empty(store: str | None) -> Store:
+    """Open the existing store or, for a dry run without one, an empty one that is deleted again."""
+    try:
+        return existing(store)
+    except NoStoreError:
+        folder = TemporaryDirectory(prefix="tensor-dedup-")
+        return Store.open(click.get_current_context().with_resource(folder))
+
+
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
@@ -209,6 +220,7 @@ _FOUND = "auto"
     is_flag=True,
     help="With --hub-cache: make files that cache and store both have one copy on disk.",
 )
+@dry_run_option
 @follow_links_option
 @store_option
 @json_option
@@ -223,6 +235,7 @@ def import_(
     all_models: bool,
     all_files: bool,
     dedup_cache: bool,
+    dry_run: bool,
     follow_links: bool,
     store: str | None,
     as_json: bool,
@@ -261,6 +274,9 @@ def import_(
     A symbolic link that leads out of the folder (or, in a Hugging Face cache, to no blob of its
     repository or of the cache) is refused, because whoever made the folder could make you store any
     of your files. If you trust the folder, pass --follow-links.
+
+    With --dry-run, the files are hashed and looked up, and nothing is written to the store. What
+    --compress and equal pieces of 2 MiB would save is not known then.
     """
     if (external or hub_cache) and compress is not None:
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
@@ -270,7 +286,7 @@ def import_(
         raise WrongUse("--dedup-cache is about the Hugging Face cache: give --hub-cache, too")
     if hub_cache:
         _check_alone(path, name, all_models, all_files)
-        import_cache(store, replace, dedup_cache, follow_links, as_json)
+        import_cache(store, replace, dedup_cache, follow_links, dry_run, as_json)
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
@@ -282,7 +298,7 @@ def import_(
     if all_files and place.is_file():
         raise WrongUse(f"--all-files keeps the files of a folder, and {path} is a file")
     models = models_at(place, follow_links=follow_links) if all_models else []
-    target = _target(store, None if models else place, follow_links)
+    target = _target(store, None if models else place, follow_links, dry_run)
 
     def take(model: Path, called: str | None, label: str = "importing") -> ImportResult:
         with ByteBar(label) as progress:
@@ -297,6 +313,7 @@ def import_(
                 external=external,
                 follow_links=follow_links,
                 all_files=all_files,
+                dry_run=dry_run,
             )
 
     if all_models:
@@ -313,8 +330,10 @@ def _name_lines(place: Path, given: str | None, name: str) -> list[str]:
     return [f"{own!r} cannot be the name of a checkpoint, so it is {name}; --name gives another"]
 
 
-def _target(store: str | None, place: Path | None, follow_links: bool) -> Store:
-    """Open the store or, where there is a checkpoint at `place`, make one."""
+def _target(store: str | None, place: Path | None, follow_links: bool, dry_run: bool) -> Store:
+    """Open the store or, where there is a checkpoint at `place`, make one, but for a dry run."""
+    if dry_run:
+        return store_or_empty(store)
     try:
         return existing(store)
     except NoStoreError:
@@ -359,7 +378,9 @@ def _import_lines(result: ImportResult) -> list[str]:
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
     ]
-    if result.external_bytes:
+    if not result.done:
+        lines += _planned_lines(result)
+    elif result.external_bytes:
         # What is new and known is of small files here, and would be taken for the weights'.
         lines += [
             f"in place      {human(result.external_bytes)} of weights stay where they are",
@@ -379,13 +400,27 @@ def _import_lines(result: ImportResult) -> list[str]:
     return [*lines, *described(result.left_out, result.not_indexed, _ALL_FILES)]
 
 
+def _planned_lines(result: ImportResult) -> list[str]:
+    new = f"{human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}"
+    if result.external_bytes:
+        in_place = f"{human(result.external_bytes)} of weights would be indexed in place"
+        return [f"{in_place}, {human(result.new_bytes)} of other files copied; nothing was written"]
+    return [f"new {new}, known {human(result.known_bytes)}; nothing was written"]
+
+
 def import_cache(
-    store: str | None, replace: bool, dedup: bool, follow_links: bool, as_json: bool
+    store: str | None,
+    replace: bool,
+    dedup: bool,
+    follow_links: bool,
+    dry_run: bool,
+    as_json: bool,
 ) -> None:
     """Index all snapshots of the Hugging Face cache in the store, without copying their weights.
 
     A snapshot that fails is reported, and the import goes on. Then say how many bytes the cache and
-    the store both hold on disk; with `dedup`, make them one copy where that is possible.
+    the store both hold on disk; with `dedup`, make them one copy where that is
+    possible. With `dry_run`, nothing is written.
 
     Raises:
         WrongUse: The cache holds no snapshots.
@@ -394,7 +429,9 @@ def import_cache(
     found = list(snapshots(cache_path()))
     if not found:
         raise WrongUse(f"{cache_path()} holds no models; set HF_HUB_CACHE to your cache")
-    work = _CacheImport(Store.open(store), replace, follow_links)
+    target = store_or_empty(store) if dry_run else Store.open(store)
+    dedup = dedup and not dry_run
+    work = _CacheImport(target, replace, follow_links, dry_run)
     for snapshot in found:
         work.take(snapshot)
     with ByteBar("making one copy") as progress:
@@ -424,8 +461,9 @@ def _copies_lines(copies: CacheCopies, dedup: bool) -> list[str]:
 
 
 class _CacheImport:
-    def __init__(self, store: Store, replace: bool, follow_links: bool) -> None:
+    def __init__(self, store: Store, replace: bool, follow_links: bool, dry_run: bool) -> None:
         self.store, self._replace, self._follow_links = store, replace, follow_links
+        self._dry_run = dry_run
         # Names have the revision in them: what is there under one is not hashed again to see that.
         self._there = set[str]() if replace else set(store.names())
         self.done: list[ImportResult] = []
@@ -450,6 +488,7 @@ class _CacheImport:
                     hints=StoreHints(),
                     external=True,
                     follow_links=self._follow_links,
+                    dry_run=self._dry_run,
                 )
         except SeveralModelsError as error:
             for path in map(Path, error.models):
@@ -472,7 +511,13 @@ class _CacheImport:
             for result in self.done
         ]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
-        return [*lines, f"{counted(len(self.done), 'snapshot')}, {human(indexed)} indexed in place"]
+        total = f"{counted(len(self.done), 'snapshot')}, {human(indexed)}"
+        done = (
+            "would be indexed in place; nothing was written"
+            if self._dry_run
+            else "indexed in place"
+        )
+        return [*lines, f"{total} {done}"]
 
 
 @click.command(name="export")
@@ -690,7 +735,7 @@ def _encoded(found: Stats) -> list[str]:
 
 @click.command(name="gc")
 @grace_option
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@dry_run_option
 @yes_option
 @store_option
 @json_option
@@ -763,18 +808,33 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 
 @click.command(name="delete")
 @name_argument
+@dry_run_option
 @yes_option
 @store_option
 @json_option
-def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
+def delete(name: str, dry_run: bool, yes: bool, store: str | None, as_json: bool) -> None:
     """Remove the checkpoint NAME. `gc` frees the space that no other checkpoint uses."""
     opened = existing(store)
     name = full_name(opened, name)
     opened.check_deletable(name)
+    if dry_run:
+        _say_deletion(opened, name, as_json)
+        return
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)
     say({"deleted": name, **reclaimable}, as_json, f"{name} is deleted; {space}")
+
+
+def _say_deletion(store: Store, name: str, as_json: bool) -> None:
+    """What deleting a checkpoint would free, as `list` and `du` have it."""
+    found = store.usage().checkpoints
+    nbytes = next((each.reclaimable_bytes for each in found if each.name == name), None)
+    frees = "how much that frees is not known"
+    if nbytes is not None:
+        frees = f"`tensor-dedup gc` could then free {human(nbytes)}"
+    document = {"deleted": name, "done": False, "freed_bytes": nbytes}
+    say(document, as_json, f"{name} would be deleted; {frees}; nothing was changed")
 
 
 @click.command(name="verify")

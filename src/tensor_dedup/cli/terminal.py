@@ -113,6 +113,11 @@ def yes_option(verb: _Verb) -> _Verb:
     return click.option("--yes", is_flag=True, help="Do not ask.")(verb)
 
 
+def dry_run_option(verb: _Verb) -> _Verb:
+    """Add the flag `--dry-run` to a verb, which gets it as `dry_run`."""
+    return click.option("--dry-run", is_flag=True, help="Only say what would be done.")(verb)
+
+
 def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
     """Print `document` as JSON if `as_json` is True, otherwise `lines` of text."""
     if as_json:

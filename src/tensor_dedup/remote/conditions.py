@@ -31,26 +31,44 @@ _WRITERS = 8
 def prepare(bucket: Bucket) -> bool:
     """Make a remote in an empty bucket, or check an existing remote; return whether it is new.
 
+    Raises the errors of `is_free`, too.
+
+    Raises:
+        NoConditionsError: The server ignores conditions of writes.
+    """
+    marker = frames.encode_text(layout.MARKER_LINES)
+    if not is_free(bucket):
+        # Equal bytes: nothing is lost where it is written in spite of the condition.
+        if bucket.put_if(layout.MARKER, marker, None):
+            raise _ignored(bucket, "If-None-Match")
+        return False
+    _probe(bucket)
+    if not bucket.put_if(layout.MARKER, marker, None):
+        found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+        if found is None:
+            raise RemoteUnreachableError.at(bucket.at(layout.MARKER), "it could not be written")
+        check_marker(bucket, found[0])
+    return True
+
+
+def is_free(bucket: Bucket) -> bool:
+    """Return whether a push would make a remote here, False if there is one. Writes nothing.
+
     Raises:
         NotARemoteError: The bucket holds something else, lies in a remote or a store, or has lost
             its marker `FORMAT`.
         NewerFormatError: The marker has a later version.
         DamagedRemoteError: The marker is damaged.
-        NoConditionsError: The server ignores conditions of writes.
     """
-    marker = frames.encode_text(layout.MARKER_LINES)
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
     if found is not None:
         check_marker(bucket, found[0])
-        # Equal bytes: nothing is lost where it is written in spite of the condition.
-        if bucket.put_if(layout.MARKER, marker, None):
-            raise _ignored(bucket, "If-None-Match")
         return False
     first = next(iter(bucket.list(layout.REFS)), None)
     if first is not None:
         # Another first push may have come so far in between; what was cut short leaves no names.
         if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
-            return prepare(bucket)
+            return is_free(bucket)
         if bucket.head(layout.HEAD) is None:
             # `verify` goes by the catalog, so it would write nothing again.
             what = f"it holds {first.key}, and neither {layout.MARKER} nor {layout.HEAD}"
@@ -61,12 +79,6 @@ def prepare(bucket: Bucket) -> bool:
     if (outer := bucket.outer()) is not None:
         what = f"it lies inside {outer}, which is a remote or a store"
         raise TakenPlaceError.at(bucket.url, what)
-    _probe(bucket)
-    if not bucket.put_if(layout.MARKER, marker, None):
-        found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
-        if found is None:
-            raise RemoteUnreachableError.at(bucket.at(layout.MARKER), "it could not be written")
-        check_marker(bucket, found[0])
     return True
 
 

@@ -25,12 +25,13 @@ def copy_checkpoint(
     *,
     replace: bool = False,
     seen: set[bytes] | None = None,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Copy the checkpoint `name` from the store `source` to the store `target`.
 
     Each store is a pair of its objects and a function that opens a session. `seen` has the digests
     of pieces that were counted in earlier results. They are not counted again. The digests of this
-    checkpoint's pieces are added to `seen`.
+    checkpoint's pieces are added to `seen`. With `dry_run`, nothing is copied.
 
     Raises:
         UnknownNameError: The source has no checkpoint of this name.
@@ -56,6 +57,21 @@ def copy_checkpoint(
                 what = f"{name!r} stands for another checkpoint there"
                 raise RemoteNameTakenError.at(there.layout.root, what, name=name)
             missing = transfer.missing(wanted, gather=False)
+            if dry_run:
+                moved_now = [digest for digest in missing if digest not in (seen or ())]
+                return TransferResult(
+                    url=f"file://{there.layout.root}",
+                    names=(name,),
+                    pieces=newly_seen(wanted, seen),
+                    nbytes=content.nbytes,
+                    moved_pieces=len(moved_now),
+                    moved_bytes=sum(wanted[digest] for digest in moved_now),
+                    wire_bytes=0,
+                    requests=0,
+                    seconds=time.monotonic() - began,
+                    unchanged=held == manifest and not missing,
+                    done=False,
+                )
             # From here on gc may come: what is open can be read.
             opened = StoredPieces(objects, near, {*missing}, name)
         with opened:

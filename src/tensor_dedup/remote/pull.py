@@ -251,6 +251,7 @@ def pull(
     listed: ObjectStatus | None = None,
     seen: set[bytes] | None = None,
     lost: LostPieces | None = None,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Pull the checkpoint `name` into a store, where it gets the same name.
 
@@ -261,6 +262,7 @@ def pull(
       again. The digests of this checkpoint's pieces are added.
     * `lost` has the pieces that earlier pulls could not get. If the checkpoint needs one of them,
       the pull fails before any piece is transferred. Pieces that this pull cannot get are added.
+    * With `dry_run`, only the manifest and its pages are read, and nothing is written.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -272,6 +274,8 @@ def pull(
         NoSpaceError: The disk has no room for the missing pieces.
     """
     wanted = _look(bucket, name, here[0], replace, listed)
+    if dry_run:
+        return _planned(bucket, wanted, here[1], seen)
     return _bring(bucket, wanted, here, progress, seen, lost)
 
 
@@ -304,6 +308,30 @@ def _look(
         raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
     found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
     return _Wanted(found, held, replace, began, before)
+
+
+def _planned(
+    bucket: Bucket, of: _Wanted, index: StoreIndex, seen: set[bytes] | None
+) -> TransferResult:
+    """Count what is missing of a checkpoint, and was not counted for an earlier one."""
+    found = of.found
+    wanted = {piece.digest: piece.nbytes for piece in found.pieces}
+    missing = {digest for digest, nbytes in wanted.items() if nbytes} - index.find(wanted).keys()
+    moved = missing - (seen or set())
+    nbytes, calls = bucket.traffic.counts()
+    return TransferResult(
+        url=bucket.url,
+        names=(found.name,),
+        pieces=newly_seen(wanted, seen),
+        nbytes=found.content.nbytes,
+        moved_pieces=len(moved),
+        moved_bytes=sum(wanted[digest] for digest in moved),
+        wire_bytes=nbytes - of.before[0],
+        requests=calls - of.before[1],
+        seconds=time.monotonic() - of.began,
+        unchanged=of.held == found.manifest and not missing,
+        done=False,
+    )
 
 
 def _bring(

@@ -45,7 +45,7 @@ from tensor_dedup.remote.catalog import (
     unheld,
     with_more,
 )
-from tensor_dedup.remote.conditions import check_remote, check_still, prepare
+from tensor_dedup.remote.conditions import check_remote, check_still, is_free, prepare
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -123,12 +123,13 @@ def push(
     replace: bool = False,
     guard: NameGuard | None = None,
     relatives: Callable[[], Iterable[Relative]] = tuple,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Push `checkpoints`, which are all in one store, under their own names.
 
     `open_pieces` opens pieces in the store, given by their digests, for reading. `relatives`
     returns other checkpoints of the store that share manifest pages with the pushed ones. `guard`
-    is asked before a name changes, and its errors end the push.
+    is asked before a name changes, and its errors end the push. With `dry_run`, nothing is written.
 
     Raises:
         RemoteNameTakenError: On the remote, a name stands for another checkpoint, and `replace` is
@@ -141,7 +142,7 @@ def push(
     work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard, relatives)
     for attempt in range(_ATTEMPTS):
         try:
-            return work.run(began)
+            return work.run(began, dry_run=dry_run)
         except _OutdatedError:
             if attempt == _ATTEMPTS - 1:
                 what = "what it relied on was deleted there meanwhile, again and again"
@@ -174,7 +175,7 @@ class _Push:
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._anchor_pieces = self._moved_bytes = 0
 
-    def run(self, began: float) -> TransferResult:
+    def run(self, began: float, *, dry_run: bool = False) -> TransferResult:
         bucket = self._bucket
         tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
         # What was read may be an old answer, and a name that was deleted would be said to be there.
@@ -184,7 +185,9 @@ class _Push:
         changing = {n: tag for n, (there, tag) in tags.items() if not there}
         # Of a name that is there all is there, unless it was found damaged since.
         changing = changing or {n: tags[n][1] for n in self._damaged_there()}
-        if changing:
+        if changing and dry_run:
+            self._count()
+        elif changing:
             read = boottime()
             self._send(self._catalog(), changing, read)
         nbytes, calls = bucket.traffic.counts()
@@ -201,7 +204,19 @@ class _Push:
             seconds=time.monotonic() - began,
             unchanged=not changing,
             anchor_pieces=self._anchor_pieces,
+            done=not dry_run,
         )
+
+    def _count(self) -> None:
+        """Count what is missing there, as `_send` would find it."""
+        bucket = self._bucket
+        missing = {*self._sizes}
+        if not is_free(bucket):
+            mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
+            suspicious = self._replace and mending
+            missing = unheld(bucket, catalog_of(bucket), self._sizes, suspicious=suspicious)
+        self._moved_pieces = len(missing)
+        self._moved_bytes = sum(self._sizes[digest] for digest in missing)
 
     def _damaged_there(self) -> list[int]:
         """The checkpoints of which something is lost; looked for where something was noted."""

@@ -34,6 +34,8 @@ class TransferResult:
       are stored as differences from them. They do not belong to the checkpoints.
     * `wire_bytes` is the size of everything that was sent and received, in `requests` requests.
     * `unchanged` is True if the other side had everything under these names already.
+    * `done` is False for a dry run: nothing was written, and the pieces are counted that would have
+      been transferred, at their size before any encoding.
     """
 
     url: str
@@ -47,6 +49,7 @@ class TransferResult:
     seconds: float
     unchanged: bool
     anchor_pieces: int = 0
+    done: bool = True
 
     @property
     def saved_bytes(self) -> int:
@@ -77,4 +80,5 @@ def together(results: Sequence[TransferResult]) -> TransferResult:
         seconds=sum(each.seconds for each in results),
         unchanged=all(each.unchanged for each in results),
         anchor_pieces=sum(each.anchor_pieces for each in results),
+        done=all(each.done for each in results),
     )

@@ -24,6 +24,7 @@ def pull_each(
     progress: TransferListener,
     *,
     replace: bool = False,
+    dry_run: bool = False,
 ) -> list[TransferResult]:
     """Pull the checkpoints in `refs`: a single checkpoint, or the steps and marks of a run.
 
@@ -53,6 +54,7 @@ def pull_each(
                     listed=listed,
                     seen=seen,
                     lost=lost,
+                    dry_run=dry_run,
                 )
                 results.append(done)
             except UnknownRemoteNameError as error:

@@ -46,6 +46,7 @@ def push(
     *,
     replace: bool = False,
     progress: TransferListener | None = None,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Push the checkpoint `name`, or all steps of the run `name`, to the remote at `url`.
 
@@ -54,19 +55,22 @@ def push(
     """
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
-        return _push_artifact(store, str(url), name, listener, replace)
+        return _push_artifact(store, str(url), name, listener, replace, dry_run)
     remote = url if isinstance(url, Remote) else Remote.open(url, files=store.handle.files)
     names = _names_of(store, check_name(name))
     folder = remote.store_folder()
     if folder is not None:
         other = LocalStore.open(folder, create=False, files=store.handle.files)
-        return _copy_all(store, other, names, listener, replace)
+        return _copy_all(store, other, names, listener, replace, dry_run)
     while True:
         outgoing = _outgoing_of(store, names)
         related = partial(_relatives, store, outgoing)
         try:
             return push_to(
-                store, remote.bucket, outgoing, listener, replace=replace, related=related
+                *(store, remote.bucket, outgoing, listener),
+                replace=replace,
+                related=related,
+                dry_run=dry_run,
             )
         except (CorruptTensorError, MissingObjectError):
             # A step that was pruned since may have been collected before it was opened.
@@ -81,6 +85,7 @@ def pull(
     *,
     replace: bool = False,
     progress: TransferListener | None = None,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Pull the checkpoint `name`, or all steps of the run `name`, from the remote at `url`.
 
@@ -89,16 +94,19 @@ def pull(
     """
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
-        return _pull_artifact(store, str(url), name, listener, replace)
+        return _pull_artifact(store, str(url), name, listener, replace, dry_run)
     remote = url if isinstance(url, Remote) else Remote.open(url, files=store.handle.files)
     folder = remote.store_folder()
     if folder is not None:
         other = LocalStore.open(folder, create=False, files=store.handle.files)
-        return _copy_all(other, store, _names_of(other, check_name(name)), listener, replace)
+        names = _names_of(other, check_name(name))
+        return _copy_all(other, store, names, listener, replace, dry_run)
     before = remote.bucket.traffic.counts()
     refs, handle = remote.refs_of(check_name(name)), store.handle
     results = pull_each(
-        remote.bucket, refs, handle.objects, handle.session, listener, replace=replace
+        *(remote.bucket, refs, handle.objects, handle.session, listener),
+        replace=replace,
+        dry_run=dry_run,
     )
     nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
     wire, requests = nbytes - before[0], calls - before[1]
@@ -114,11 +122,12 @@ def push_to(
     replace: bool,
     guard: NameGuard | None = None,
     related: Callable[[], Iterable[Relative]] = tuple,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Push `checkpoints`, made by `outgoing`, to a bucket; read their pieces from the store.
 
     `guard` can prevent a change of a name. `related` returns checkpoints of the store that share
-    manifest pages with the pushed ones.
+    manifest pages with the pushed ones. With `dry_run`, nothing is written.
 
     Raises:
         StoreError: The push failed.
@@ -137,6 +146,7 @@ def push_to(
             replace=replace,
             guard=guard,
             relatives=related,
+            dry_run=dry_run,
         )
 
 
@@ -158,16 +168,27 @@ def outgoing(store: LocalStore, name: str) -> Outgoing:
 
 
 def _push_artifact(
-    store: LocalStore, url: str, name: str, progress: TransferListener, replace: bool
+    store: LocalStore,
+    url: str,
+    name: str,
+    progress: TransferListener,
+    replace: bool,
+    dry_run: bool,
 ) -> TransferResult:
     with store.checkpoint(name) as checkpoint:
         with store.handle.locked():
             objects = [*outgoing(store, name).blobs.values()]
-        return oci.push(url, checkpoint, objects, store.handle.files, progress, replace=replace)
+        files = store.handle.files
+        return oci.push(url, checkpoint, objects, files, progress, replace=replace, dry_run=dry_run)
 
 
 def _pull_artifact(
-    store: LocalStore, url: str, name: str, progress: TransferListener, replace: bool
+    store: LocalStore,
+    url: str,
+    name: str,
+    progress: TransferListener,
+    replace: bool,
+    dry_run: bool,
 ) -> TransferResult:
     with RegistryRepository(ArtifactName.parse(url)) as registry:
         artifact = Artifact(registry)
@@ -178,14 +199,21 @@ def _pull_artifact(
                 store.handle.session() as (index, hasher),
             ):
                 here = store.handle.objects, index, hasher
-                result = pull_checkpoint(bucket, name, here, progress, replace=replace)
+                result = pull_checkpoint(
+                    bucket, name, here, progress, replace=replace, dry_run=dry_run
+                )
                 nbytes, calls = bucket.traffic.counts()  # with the manifest and the tables
                 return replace_fields(result, wire_bytes=nbytes, requests=calls)
-        return _import_artifact(store, artifact, name, progress, replace)
+        return _import_artifact(store, artifact, name, progress, replace, dry_run)
 
 
 def _import_artifact(
-    store: LocalStore, artifact: Artifact, name: str, progress: TransferListener, replace: bool
+    store: LocalStore,
+    artifact: Artifact,
+    name: str,
+    progress: TransferListener,
+    replace: bool,
+    dry_run: bool,
 ) -> TransferResult:
     """Pull whole layers into a folder of the store's `tmp`, and import that."""
     began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
@@ -196,7 +224,9 @@ def _import_artifact(
         with store.checkpoint(name) as held:
             same = None if replace else artifact.unchanged(held, name)
         if same is not None:
-            return same
+            return replace_fields(same, done=not dry_run)
+    if dry_run:
+        return artifact.planned(name)
     # Held, so that no gc takes it for what is left of a pull.
     with store.handle.locked(), oci.layers_folder(objects.layout.tmp, artifact, files) as folder:
         artifact.download(folder, files, progress)
@@ -263,13 +293,16 @@ def _copy_all(
     names: Sequence[str],
     progress: TransferListener,
     replace: bool,
+    dry_run: bool,
 ) -> TransferResult:
     """Copy these checkpoints, without those that were deleted here meanwhile."""
     near = store.handle.objects, partial(store.handle.session, update=False)
     far, seen, results = (other.handle.objects, other.handle.session), set[bytes](), []
     for name in names:
         with suppress(UnknownNameError):
-            done = copy_checkpoint(near, far, name, progress, replace=replace, seen=seen)
+            done = copy_checkpoint(
+                near, far, name, progress, replace=replace, seen=seen, dry_run=dry_run
+            )
             results.append(done)
     if not results:
         raise _deleted(store, names)

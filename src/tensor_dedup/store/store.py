@@ -134,6 +134,7 @@ class LocalStore:
         external: bool = False,
         follow_links: bool = False,
         all_files: bool = False,
+        dry_run: bool = False,
     ) -> ImportResult:
         """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
@@ -162,6 +163,7 @@ class LocalStore:
         - `all_files` keeps every file of a folder, also what the result otherwise lists as
           `left_out`, and hidden files. They are bytes of which nothing is known: they are never
           unpickled, engines do not see them, and an export brings them back.
+        - `dry_run` only hashes the files and returns what an import would do. Nothing is written.
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
@@ -196,6 +198,7 @@ class LocalStore:
                 base=base,
                 in_place=external,
                 check_name=check,
+                dry_run=dry_run,
             )
 
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:

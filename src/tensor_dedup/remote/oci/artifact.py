@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -142,13 +143,15 @@ def push(
     progress: TransferListener,
     *,
     replace: bool = False,
+    dry_run: bool = False,
 ) -> TransferResult:
     """Push the open `checkpoint` under the tag in `url`.
 
     `objects` are the encoded pages and manifest of the checkpoint. A layer is not sent if the
     repository has it, or if the registry can copy it from another repository to which this user has
     pushed it. If the tag already stands for this checkpoint, no layer is sent. With `replace`, or
-    if the registry has lost the checkpoint's tables, missing layers are sent even then.
+    if the registry has lost the checkpoint's tables, missing layers are sent even then. With
+    `dry_run`, nothing is sent.
 
     Raises:
         RemoteUrlError: The URL has a digest in place of a tag.
@@ -158,7 +161,9 @@ def push(
     if name.is_pinned:
         raise RemoteUrlError.at(name.url, "a push needs a tag, and this is a digest")
     with RegistryRepository(name) as registry:
-        return _Push(registry, checkpoint, files, progress).run(objects, replace=replace)
+        work = _Push(registry, checkpoint, files, progress)
+        result = work.run(objects, replace=replace, dry_run=dry_run)
+        return replace_fields(result, done=not dry_run)
 
 
 class _Push:
@@ -175,7 +180,7 @@ class _Push:
         self._began = time.monotonic()
         self._moved: dict[str, ArtifactLayer] = {}
 
-    def run(self, objects: Sequence[bytes], *, replace: bool) -> TransferResult:
+    def run(self, objects: Sequence[bytes], *, replace: bool, dry_run: bool) -> TransferResult:
         checkpoint, registry = self._checkpoint, self._registry
         held = registry.manifest(self._name.reference)
         if held is not None:
@@ -193,6 +198,11 @@ class _Push:
         # Not the store's: SHA-256 of whole layers, a layer a thread.
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             digests = [*pool.map(partial(_hashed, checkpoint), layers)]
+            if dry_run:
+                there = pool.map(registry.has_blob, digests)
+                both = zip(digests, layers, there, strict=True)
+                self._moved = {digest: layer for digest, layer, held in both if not held}
+                return self._result(unchanged=False)
         tables = [artifacts.table_of(layer, self._leaves) for layer in layers]
         blob = artifacts.encode_tables(
             checkpoint.manifest, objects, [*zip(digests, tables, strict=True)]
@@ -578,6 +588,27 @@ class Artifact:
             requests=calls,
             seconds=time.monotonic() - began,
             unchanged=True,
+        )
+
+    def planned(self, name: str) -> TransferResult:
+        """Return what a download of all layers, to import them as `name`, would transfer.
+
+        How many tensors they hold is not known before.
+        """
+        nbytes, calls = self.registry.traffic.counts()
+        size = sum(layer.size for layer in self._document.layers)
+        return TransferResult(
+            url=self.url,
+            names=(name,),
+            pieces=0,
+            nbytes=size,
+            moved_pieces=0,
+            moved_bytes=size,
+            wire_bytes=nbytes,
+            requests=calls,
+            seconds=0.0,
+            unchanged=False,
+            done=False,
         )
 
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -114,6 +115,8 @@ class ImportResult:
     - `left_out` has the files of the folder that were not imported, and why.
     - `not_indexed` has the copies of tensors that the index does not name. They are in the files of
       the checkpoint, and not in `tensors`.
+    - `done` is False for a dry run: nothing was written. `stored_bytes` is then 0, and what sharing
+      of leaves and encoding would save is not known.
     """
 
     name: str
@@ -133,6 +136,7 @@ class ImportResult:
     base: str | None = None
     unchanged: bool = False
     not_indexed: tuple[NotIndexed, ...] = ()
+    done: bool = True
 
     @property
     def skipped(self) -> tuple[str, ...]:
@@ -404,6 +408,7 @@ def import_source(
     base: str | None,
     in_place: bool,
     check_name: Callable[[], None],
+    dry_run: bool = False,
 ) -> ImportResult:
     """Store the checkpoint `source` and commit it as `name`, atomically.
 
@@ -411,7 +416,8 @@ def import_source(
     indexed there, but other files are stored. With `compress`, tensors are stored encoded where
     that saves space. They may be encoded against the checkpoint `base` or, if it is None, the most
     similar checkpoint. `check_name` is called just before the name changes, while the lock for
-    changing references is held. If `check_name` raises, the name stays as it was.
+    changing references is held. If `check_name` raises, the name stays as it was. With
+    `dry_run`, the files are only hashed, and nothing is written.
 
     Raises:
         NameTakenError: The name holds another checkpoint, and `replace` is False.
@@ -420,10 +426,12 @@ def import_source(
     if not replace and name in objects.names():
         same = _unchanged(objects, index, hasher, source, name, in_place=in_place)
         if same is not None:
-            return same
+            return replace_fields(same, done=False) if dry_run else same
         # By the same: what of it is damaged or gone is stored again.
         check_name = partial(_check_still, objects, name, objects.ref(name), check_name)
         replace = True
+    if dry_run:
+        return _planned(objects, index, hasher, source, name, progress, in_place=in_place)
     encoder = _encoder(objects, index, source, base) if compress else None
     for file in source.files if in_place else ():
         # Where the weights are is written down, as text that is not of this locale.
@@ -465,6 +473,57 @@ def import_source(
         leaf_shared_bytes=work.encoded.leaf_shared_bytes,
         base=encoder.base_name if encoder is not None and work.encoded.tensors else None,
         not_indexed=copies,
+    )
+
+
+def _planned(
+    objects: Objects,
+    index: StoreIndex,
+    hasher: Hasher,
+    source: ImportSource,
+    name: str,
+    progress: ProgressListener,
+    *,
+    in_place: bool,
+) -> ImportResult:
+    """Return the result that an import would have; hash the files, and write nothing."""
+    progress.start(source.nbytes)
+    entries, pieces, own = list[FileEntry](), list[Piece](), set[bytes]()
+    for file in source.files:
+        handle = file.open_with(objects.files)
+        try:
+            hashed = hash_copy(hasher, handle, file.segments, progress)
+        finally:
+            objects.files.close(handle)
+        found = [
+            Piece(each.digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, each in zip(file.segments, hashed, strict=True)
+        ]
+        entries.append(FileEntry(file.stored_as, file.nbytes, len(found), file.prefix))
+        pieces += found
+        if not (in_place and file.weights):
+            own |= {piece.digest for piece in found}
+    notes = notes_of(source.files)
+    manifest, _ = manifests.build(entries, pieces, notes)
+    copies = manifests.not_indexed(entries, pieces, manifests.counted_files(notes))
+    sizes = {piece.digest: piece.nbytes for piece in pieces if piece.nbytes}
+    missing = (own & sizes.keys()) - index.find(sizes).keys()
+    external = sum(file.nbytes for file in source.files if in_place and file.weights)
+    new_bytes = sum(sizes[digest] for digest in missing)
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(entries),
+        tensors=sum(piece.name is not None for piece in pieces) - len(copies),
+        new_tensors=len(missing & {piece.digest for piece in pieces if piece.name is not None}),
+        new_bytes=new_bytes,
+        known_bytes=source.nbytes - new_bytes - external,
+        external_bytes=external,
+        stored_bytes=0,
+        containers=(),
+        left_out=source.left_out,
+        not_indexed=copies,
+        done=False,
     )
 
 
