@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from files.hub_caches import COMMIT, snapshot
+from files.model_store_files import gguf_bytes
 from store_runs.stores import KIB, MIB, assert_clean, content, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import main
@@ -114,6 +115,19 @@ def test_what_is_twice_on_the_disk_is_said(cache: Path, tmp_path: Path) -> None:
         assert f"\nof that        {human(nbytes)}: {why}\n" in text
     assert blobs(cache) == before
     assert document("verify", "--full")["faults"] == []
+
+
+def test_each_of_several_models_in_a_repository_is_counted(cache: Path) -> None:
+    files = {f"m.{kind}.gguf": gguf_bytes({kind: 1.0}) for kind in ("Q4", "Q8")}
+    folder = snapshot(cache, "org/quantised", files)
+    assert all((folder / name).resolve().parent.parent == cache / "blobs" for name in files)
+    before = document("import", "--hub-cache")
+    names = [f"org/quantised@{COMMIT}/m.{kind}" for kind in ("Q4", "Q8")]
+    assert {*names} < {each["name"] for each in before["imported"]}
+    for number, name in enumerate(files, 1):
+        run("import", folder / name, "--name", f"copy{number}")
+    after = document("import", "--hub-cache")
+    assert after["twice_bytes"] - before["twice_bytes"] == sum(map(len, files.values()))
 
 
 def test_one_copy_is_made_of_the_cache_only(cache: Path) -> None:

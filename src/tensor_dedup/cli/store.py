@@ -436,7 +436,7 @@ def import_cache(
         work.take(snapshot)
     with ByteBar("making one copy") as progress:
         copies = work.store.cache_copies(
-            found, dedup=dedup, follow_links=follow_links, progress=progress
+            work.taken, dedup=dedup, follow_links=follow_links, progress=progress
         )
     document = {
         "cache": str(cache_path()),
@@ -466,6 +466,7 @@ class _CacheImport:
         self._dry_run = dry_run
         # Names have the revision in them: what is there under one is not hashed again to see that.
         self._there = set[str]() if replace else set(store.names())
+        self.taken: list[HubSnapshot] = []
         self.done: list[ImportResult] = []
         self.left_out: dict[str, str] = {}
         self.failed: dict[str, str] = {}
@@ -475,6 +476,7 @@ class _CacheImport:
 
         What is no checkpoint of ours, or there already, is left out.
         """
+        self.taken.append(snapshot)
         if snapshot.name in self._there:
             self.left_out[snapshot.name] = "it is in the store already"
             return

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.store.errors import (
     BadRangeError,
     UnknownNameError,
@@ -233,16 +232,13 @@ class LocalStore:
         """
         from tensor_dedup.store.upkeep.cache_copies import cache_copies
 
-        given = (
-            (each.name, each.path, ANYWHERE if follow_links else LinkBoundary.around(each.path))
-            for each in snapshots
-        )
         with self.handle.session() as (index, _):
             return cache_copies(
                 self.handle.objects,
                 index,
-                given,
+                snapshots,
                 dedup=dedup,
+                follow_links=follow_links,
                 progress=progress or SilentListener(),
             )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensor_dedup.errors import CheckpointError, StoreError
-from tensor_dedup.formats.links import LinkBoundary
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.libc import DiskExtent
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.files import Files, FileStatus, Handle
@@ -24,6 +24,7 @@ from tensor_dedup.store.format.manifests import FileEntry, Piece
 from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.writing.sources import HubSnapshot
 
 # Btrfs takes so much at a time. It is a multiple of every block size.
 _STEP = 16 << 20
@@ -109,18 +110,19 @@ class _CacheFile:
 def cache_copies(
     objects: Objects,
     index: StoreIndex,
-    snapshots: Iterable[tuple[str, Path, LinkBoundary]],
+    snapshots: Iterable[HubSnapshot],
     *,
     dedup: bool,
+    follow_links: bool,
     progress: ProgressListener,
 ) -> CacheCopies:
     """Measure what the files of `snapshots` and the store both hold; with `dedup`, make it one.
 
-    Each snapshot is the name of a checkpoint in the store, the folder that it was imported from,
-    and the boundary of that folder's links. Names that the store lacks, and files that are gone or
-    have another size, are left out. Call it inside `with locks.session(...):`.
+    Snapshots whose name the store lacks, and files that are gone or have another size, are left
+    out. With `follow_links`, links in a snapshot may lead anywhere. Call it inside
+    `with locks.session(...):`.
     """
-    found = list(_files(objects, index, snapshots))
+    found = list(_files(objects, index, snapshots, follow_links))
     deduped: list[int] = []
     if dedup:
         able = [each for each in found if each.whole is not None and each.twice_bytes]
@@ -146,16 +148,21 @@ def cache_copies(
 
 
 def _files(
-    objects: Objects, index: StoreIndex, snapshots: Iterable[tuple[str, Path, LinkBoundary]]
+    objects: Objects, index: StoreIndex, snapshots: Iterable[HubSnapshot], follow_links: bool
 ) -> Iterator[_CacheFile]:
     """Every file of the cache that the store holds something of, each inode once."""
     seen = set[tuple[int, int]]()
     names = set(objects.names())
-    for name, folder, links in snapshots:
-        if name not in names:
+    for snapshot in snapshots:
+        if snapshot.name not in names:
             continue
+        # Of several models in a repository each is imported by the path of a file.
+        status = objects.files.status(snapshot.path)
+        is_folder = status is not None and status.kind == "folder"
+        folder = snapshot.path if is_folder else snapshot.path.parent
+        links = ANYWHERE if follow_links else LinkBoundary.around(folder)
         try:
-            manifest_name = objects.ref(name)
+            manifest_name = objects.ref(snapshot.name)
             manifest = objects.manifest(manifest_name)
             pieces = iter(objects.pieces(manifest_name, manifest))
         except StoreError:  # damage: `list` and `verify` name it
