@@ -118,7 +118,10 @@ def test_what_is_twice_on_the_disk_is_said(cache: Path, tmp_path: Path) -> None:
 
 
 def test_each_of_several_models_in_a_repository_is_counted(cache: Path) -> None:
-    files = {f"m.{kind}.gguf": gguf_bytes({kind: 1.0}) for kind in ("Q4", "Q8")}
+    files = {
+        "m.Q4.gguf": gguf_bytes({"w": 1.0, "q4": 2.0}),
+        "m.Q8.gguf": gguf_bytes({"w": 3.0, "q8": 4.0}),
+    }
     folder = snapshot(cache, "org/quantised", files)
     assert all((folder / name).resolve().parent.parent == cache / "blobs" for name in files)
     before = document("import", "--hub-cache")
