@@ -8,6 +8,7 @@ program that reads the output of `--json` never takes an error for a result. Ver
 damage print what they found, with status 1 if there is damage.
 """
 
+import errno
 import importlib
 import io
 import os
@@ -29,6 +30,7 @@ from tensor_dedup.suggestions import nearest
 INTERRUPTED: Final = 128 + signal.SIGINT
 READER_GONE: Final = 128 + signal.SIGPIPE
 _WHOLE: Final = 1000
+_SHOWN: Final = 60  # characters of a path that is too long
 _HYPHEN: Final = "\ue000"  # of no text
 _HINT: Final = re.compile(r"`(tensor-dedup ([a-z]+)[^`]*)`")
 # Where the click context keeps what was given for these.
@@ -173,8 +175,8 @@ def data_errors() -> Iterator[None]:
     """Context manager: turn errors of this package and of the file system into a Failure.
 
     An error of this package with exit status 2 becomes a WrongUse, and one with 3 a NobodyThere. If
-    a path exists already, a file is in place of a folder, or the locale cannot encode a text, the
-    error becomes a WrongUse. A BrokenPipeError is not changed.
+    a path exists already or is too long, a file is in place of a folder, or the locale cannot
+    encode a text, the error becomes a WrongUse. A BrokenPipeError is not changed.
     """
     try:
         yield
@@ -190,6 +192,10 @@ def data_errors() -> Iterator[None]:
         what = "it is there already, or a part of this path is a file; name another path"
         raise WrongUse(printable(f"{error.filename or error}: {what}")) from error
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            shown = printable(f"{error.filename}")[:_SHOWN]
+            what = "it is longer than a file's path or name can be here; name another"
+            raise WrongUse(f"{shown}...: {what}") from error
         raise Failure(_one_line(error)) from error
 
 
