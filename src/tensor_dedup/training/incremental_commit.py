@@ -785,7 +785,7 @@ class _Commit:
             [bytes.fromhex(page.name) for page in pages],
             sum(len(page.rows) for page in pages),
             sum(page.nbytes for page in pages),
-            replace(self._snapshot.notes, sequence=self._order.next()).to_texts(),
+            self._order.placed(self._snapshot.notes).to_texts(),
         )
 
     def _check_hits(self) -> None:

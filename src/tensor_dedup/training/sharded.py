@@ -9,7 +9,6 @@ neither replaced nor deleted: the notes in its manifest show that it is not a pa
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from tensor_dedup.store.errors import (
@@ -96,7 +95,7 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
                 transaction.add_object(page, blob)
                 pages.append(bytes.fromhex(page))
             nbytes = sum(piece.nbytes for piece in pieces)
-            texts = replace(notes, sequence=order.next()).to_texts()
+            texts = order.placed(notes).to_texts()
             content = Manifest(contents[0].files, pages, len(pieces), nbytes, texts)
             manifest, blob = encode_manifest(content)
             transaction.add_object(manifest, blob)

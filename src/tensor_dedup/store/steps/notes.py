@@ -1,12 +1,12 @@
 """The notes that a step's manifest holds about its run, as strings. No I/O.
 
-A step is a checkpoint that a training run saved. The notes contain no time, because clocks may be
-set back. Instead, `sequence` orders the steps of a run. To show users when a step was saved, the
-modification time of the reference file is used.
+A step is a checkpoint that a training run saved. `sequence` orders the steps of a run. The time of
+saving is for people only, because clocks may be set back.
 """
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -18,7 +18,9 @@ from tensor_dedup.store.steps.errors import BadMetricError
 from tensor_dedup.store.steps.retention import Goals
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
-_SEQUENCE, _GOALS = "sequence", "goals"
+_SEQUENCE, _GOALS, _SAVED = "sequence", "goals", "saved"
+# The end of the year 9999: what is later, no calendar shows.
+_END_S: Final = 253_402_300_800
 # What JSON has no number for.
 _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -33,6 +35,8 @@ class Notes:
       greater number. It is 0 until it is assigned.
     - `goals` says whether the least or the greatest value of a metric is best. It covers only the
       metric in the run's `keep_best`.
+    - `saved` is the time of saving, in seconds since 1970. It is 0 until it is assigned, and in
+      notes without it.
     """
 
     run: str
@@ -42,6 +46,7 @@ class Notes:
     part: str = ""
     sequence: int = 0
     goals: Goals = field(default_factory=dict)
+    saved: int = 0
 
     def to_texts(self) -> dict[str, str]:
         """Return the notes as the strings that a manifest holds."""
@@ -55,6 +60,7 @@ class Notes:
         }
         found |= {PART: self.part} if self.part else {}
         found |= {_GOALS: json.dumps(self.goals)} if self.goals else {}
+        found |= {_SAVED: str(self.saved)} if self.saved else {}
         return found | {_SEQUENCE: str(self.sequence)}
 
     @classmethod
@@ -69,18 +75,25 @@ class Notes:
             sequence = int(texts[_SEQUENCE])
             goals = _goals(json.loads(texts.get(_GOALS, "{}")))
             run, step = texts[_RUN], int(texts[_STEP])
-            return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals)
+            saved = _time(texts.get(_SAVED, ""))
+            return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals, saved)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
 
 
 def content_name(manifest: Manifest) -> str:
-    """Return a name for the content of a step's manifest, without its sequence number.
+    """Return a name for the content of a step's manifest, without its place in time.
 
     Two steps with equal content give the same name, whenever they were saved.
     """
-    notes = {key: text for key, text in manifest.notes.items() if key != _SEQUENCE}
+    notes = {key: text for key, text in manifest.notes.items() if key not in (_SEQUENCE, _SAVED)}
     return encode_manifest(structs.replace(manifest, notes=notes))[0]
+
+
+def _time(text: str) -> int:
+    """A time that a calendar shows; 0 for any other text, for what it says is never needed."""
+    seconds = int(text) if re.fullmatch(r"[1-9][0-9]{0,11}", text) else 0
+    return seconds if seconds < _END_S else 0
 
 
 def _goals(wire: dict[str, Any]) -> Goals:

@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -129,7 +129,8 @@ def parse_step_name(name: str) -> StepName | None:
 class Step:
     """A step in a listing of a run.
 
-    `nbytes` is the size of the step's tensors and small files. `saved_at` is in seconds since 1970.
+    `nbytes` is the size of the step's tensors and small files. `saved_at` is in seconds since 1970,
+    as the step's manifest says; for a step without that note, when its reference was written.
     `goals` says whether the least or the greatest value of a metric is best. It covers only the
     metric in the run's `keep_best`.
     """
@@ -367,15 +368,6 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
     return manifest, content, notes
 
 
-def saved_ns(objects: Objects, run: str, step: int) -> int:
-    """Return the time at which a step was saved, in ns since 1970.
-
-    The result is 0 if the step does not exist.
-    """
-    status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
-    return status.mtime_ns if status is not None else 0
-
-
 class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and facts about its reference and manifest.
 
@@ -422,7 +414,8 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
     """
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
-    saved_at = saved_ns(objects, run, step) // 10**9
+    status = objects.files.status(objects.layout.refs / file_of(name))
+    referred_at = status.mtime_ns // 10**9 if status is not None else 0
     return Step(
         run,
         step,
@@ -432,7 +425,7 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
         dict(notes.metrics),
         content.nbytes,
         step in kept,
-        saved_at,
+        notes.saved or referred_at,
         notes.goals,
     )
 
@@ -605,6 +598,10 @@ class StepOrder:
         return self._objects.files.status(
             self._objects.layout.refs / file_of(step_name(self.run, step))
         )
+
+    def placed(self, notes: Notes) -> Notes:
+        """Return `notes` with a new sequence number, and with the present as the time of saving."""
+        return replace(notes, sequence=self.next(), saved=self._objects.files.now())
 
     def next(self) -> int:
         """Return a new sequence number, for the step that is saved next.

@@ -15,6 +15,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.upkeep.gc import Held, dead_bytes, needed
 from tensor_dedup.store.upkeep.inventory import take_inventory
 
@@ -52,8 +53,9 @@ def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
 class Listed:
     """A checkpoint in a listing. `nbytes` is the size of an export.
 
-    `imported_at` is in seconds since 1970. If the reference or the manifest cannot be read,
-    `damage` says why, and unknown sizes are 0. Without a readable reference, `manifest` is empty.
+    `imported_at` is in seconds since 1970; of a step it is the time of saving. If the reference or
+    the manifest cannot be read, `damage` says why, and unknown sizes are 0. Without a readable
+    reference, `manifest` is empty.
     """
 
     name: str
@@ -137,6 +139,8 @@ def _listed(objects: Objects, name: str) -> Listed:
         manifest = objects.manifest(manifest_name)
     except (DamagedFileError, MissingObjectError, NewerFormatError) as error:
         return Listed(name, manifest_name, 0, 0, imported_at, str(error))
+    notes = Notes.from_texts(manifest.notes)
+    imported_at = notes.saved or imported_at if notes is not None else imported_at
     return Listed(name, manifest_name, len(manifest.files), manifest.nbytes, imported_at)
 
 

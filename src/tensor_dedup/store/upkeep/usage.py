@@ -121,13 +121,15 @@ def _groups(objects: Objects, alone: str | None) -> list[_Group]:
         try:
             manifest_name = objects.ref(name)
             manifest = objects.manifest(manifest_name)
-            run = _run_of(checkpoint, manifest) if checkpoint != alone else None
+            notes = _notes_of(checkpoint, manifest)
+            run = notes.run if notes is not None and checkpoint != alone else None
             key = (run is not None, run or checkpoint)
             group = groups.setdefault(key, _Group(run or checkpoint, run is not None))
             status = objects.files.status(objects.layout.refs / file_of(name))
             if status is not None:
                 group.references += status.size
-                group.imported_at = max(group.imported_at, status.mtime_ns // 10**9)
+                saved = notes.saved if notes is not None else 0
+                group.imported_at = max(group.imported_at, saved or status.mtime_ns // 10**9)
             group.pages |= set(manifest.pages)
             group.objects |= {manifest_name, *(page.hex() for page in manifest.pages)}
             if kept is None:
@@ -146,12 +148,12 @@ def _groups(objects: Objects, alone: str | None) -> list[_Group]:
     return [groups[key] for key in sorted(groups, key=lambda key: key[1])]
 
 
-def _run_of(name: str, manifest: Manifest) -> str | None:
-    """The run whose step a name is; an import's is none."""
+def _notes_of(name: str, manifest: Manifest) -> Notes | None:
+    """What the run says of its step that has this name; an import has no such notes."""
     parsed, notes = parse_step_name(name), Notes.from_texts(manifest.notes)
     if parsed is None or notes is None or (notes.run, notes.step) != (parsed.run, parsed.step):
         return None
-    return parsed.run
+    return notes
 
 
 class _Measurement:

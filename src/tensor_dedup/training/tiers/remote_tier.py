@@ -255,7 +255,7 @@ class RemoteTier:
                         dict(notes.metrics),
                         described.nbytes,
                         step in kept,
-                        int(ref.modified),
+                        notes.saved or int(ref.modified),
                         notes.goals,
                     )
                 )
