@@ -303,7 +303,7 @@ def failing(root: str) -> None:
     folder.mkdir()
     engine.save({"weight": weight}, str(folder / "pytorch_model.bin"))
     assert torch.equal(torch.load(folder / "pytorch_model.bin")["weight"], weight)
-    wrong: list[dict[str, Any]] = [{"host_cache_size": 16}, {"keep_last": 0}, {"pool_bytes": -1}]
+    wrong: list[dict[str, Any]] = [{"parser_threads": 4}, {"keep_last": 0}, {"pool_bytes": -1}]
     for options in wrong:
         with pytest.raises(RuntimeError, match=f"{next(iter(options))}|keep_last=5|pool_bytes"):
             engines(root, 1, **options)

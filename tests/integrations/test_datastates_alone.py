@@ -19,7 +19,7 @@ import torch
 from processes import fresh
 from store_runs.disk_faults import Faults, FaultyFiles
 from tensor_dedup import Store
-from tensor_dedup.errors import StoreError
+from tensor_dedup.errors import ConfigError, StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
 from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
@@ -417,3 +417,29 @@ def test_nobody_waits_for_a_name_while_another_file_is_synced(
     engine.wait(persist=True)
     assert len(held) == 2  # the pointer and its folder
     assert not any(held.values())
+
+
+@pytest.mark.parametrize(("gib", "nbytes"), [(16, 16 << 30), (0.5, 512 << 20), (1, 1 << 30)])
+def test_the_host_cache_of_datastates_is_the_pool(start: Start, gib: float, nbytes: int) -> None:
+    """As DeepSpeed's tutorial for DataStates has it, beside the two keys of ours."""
+    assert start(host_cache_size=gib)._options["pool_bytes"].capacity == nbytes
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_cache_size": 0}, "give a number of GiB above 0"),
+        ({"host_cache_size": -1}, "give a number of GiB above 0"),
+        ({"host_cache_size": "16"}, "give a number of GiB above 0"),
+        ({"host_cache_size": True}, "give a number of GiB above 0"),
+        ({"host_cache_size": float("nan")}, "give a number of GiB above 0"),
+        ({"host_cache_size": float("inf")}, "give a number of GiB above 0"),
+        ({"host_cache_size": 1, "pool_bytes": 1 << 30}, "give one of them"),
+        ({"host_cache": 1}, "host_cache_size"),
+    ],
+)
+def test_a_host_cache_of_no_size_is_refused(
+    start: Start, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        start(**options)

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store_runs.stores import memory_folder
+from store_runs.stores import content, memory_folder
 from tensor_dedup.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -207,13 +207,30 @@ def test_leaves_that_threads_hash_are_those_of_the_whole(
     assert_same(load_dict(tmp_path / "a"), {"a": data})
 
 
-def test_without_verification_nothing_is_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_verification_there_is_a_descriptor(tmp_path: Path) -> None:
+    """As tensorcast writes it: of the two files, only `verification.json` is optional."""
     tensors = several() | {"large": any_bytes(torch.uint8, 5 * MIB + 1)}
     verified = save_dict(tensors, tmp_path / "a")
-    monkeypatch.setattr(save, "DataHashes", None)  # which is not even asked
-    plain = save_dict(tensors, tmp_path / "b", verification=False)
+    plain = save_dict(state_dict=tensors, disk_path=tmp_path / "b", verification=False)
+    assert plain == verified
+    assert plain["artifact_id"].startswith("mi2:")
+    whole, files = content(tmp_path / "a"), content(tmp_path / "b")
+    assert whole.keys() - files.keys() == {"verification.json"}
+    assert files == {name: whole[name] for name in files}
+    assert_same(load_dict(tmp_path / "b"), tensors)
+    data = bytearray((tmp_path / "b" / "tensor.data_0").read_bytes())
+    data[3 * MIB] ^= 1
+    (tmp_path / "b" / "tensor.data_0").write_bytes(data)
+    with pytest.raises(IntegrityError):
+        load_dict(tmp_path / "b")
+
+
+def test_without_both_nothing_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = several() | {"large": any_bytes(torch.uint8, 5 * MIB + 1)}
+    verified = save_dict(tensors, tmp_path / "a")
+    for sums in ("TreeHash", "Verifier"):
+        monkeypatch.setattr(save, sums, None)  # which is not even asked
+    plain = save_dict(tensors, tmp_path / "b", verification=False, descriptor=False)
     names = {path.name for path in (tmp_path / "b").iterdir()}
     assert names == {"tensor.data_0", "tensor_index.json", "tensor_index.cbor"}
     for name in names:

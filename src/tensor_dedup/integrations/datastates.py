@@ -20,7 +20,8 @@ one shared file system with locks for the store, and one for the checkpoint's fo
 The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They have the same
 meaning as in `CheckpointStore`, with two exceptions:
 
-* `pool_bytes` limits all copies that a rank holds.
+* `pool_bytes` limits all copies that a rank holds. DataStates' own `host_cache_size`, in GiB, may
+  be there instead.
 * `keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones
   are deleted, with their pointer files and with folders that contain nothing else. With `drain`,
   each rank deletes its own files, at its next save or at its end.
@@ -38,6 +39,7 @@ can call `newest_tag`.
 
 import json
 import logging
+import math
 import os
 import time
 import uuid
@@ -84,7 +86,9 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 KEY: Final = "datastates_ckpt"
 _NEEDED: Final = frozenset({"store", "run"})
-_FIELDS: Final = _NEEDED | {"pool_bytes", "compress", "keep_last", "drain"}
+# DataStates' own option, in GiB, and ours, in bytes.
+_CACHE, _POOL = "host_cache_size", "pool_bytes"
+_FIELDS: Final = _NEEDED | {_POOL, _CACHE, "compress", "keep_last", "drain"}
 _SEAM: Final = Seam(
     "deepspeed.runtime.checkpoint_engine.datastates_checkpoint_engine:DataStatesCheckpointEngine",
     "DeepSpeed cannot save into a store by its JSON alone",
@@ -271,7 +275,7 @@ class DecoupledStoreEngine:
         given = _settings(deepspeed_config)
         self._store, self._run = LocalStore.open(given.pop("store")), given.pop("run")
         self._keep_last = Retention(last=given.pop("keep_last", None)).last
-        pool = given.pop("pool_bytes", None)
+        pool = given.pop(_POOL, None)
         self._options = {**given, "pool_bytes": HostPool(_share() if pool is None else pool)}
         # What is wrong is said now, and not at the first save.
         CheckpointStore(self._store, self._run, **self._options).close()
@@ -482,11 +486,24 @@ def _settings(config: Any) -> dict[str, Any]:
     """Return what DeepSpeed's JSON has under the key."""
     entry = config.datastates_config.config
     if isinstance(entry, Mapping) and _NEEDED <= entry.keys() <= _FIELDS:
-        return dict(entry)
+        return _with_pool(dict(entry))
     raise ConfigError(
         f"DeepSpeed's {KEY!r} is {entry!r}; write {{'store': FOLDER, 'run': NAME}} there, and as "
         f"you need them {', '.join(sorted(_FIELDS - _NEEDED))}"
     )
+
+
+def _with_pool(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the entry with the size of DataStates' host cache as `pool_bytes`."""
+    if _CACHE not in entry:
+        return entry
+    if _POOL in entry:
+        raise ConfigError(f"DeepSpeed's {KEY!r} has {_CACHE!r} and {_POOL!r}; give one of them")
+    size = entry.pop(_CACHE)
+    if type(size) not in (int, float) or not 0 < size < math.inf:
+        what = f"has {_CACHE!r} {size!r}; give a number of GiB above 0"
+        raise ConfigError(f"DeepSpeed's {KEY!r} {what}")
+    return {**entry, _POOL: int(size * (1 << 30))}
 
 
 def _share() -> int:

@@ -168,12 +168,16 @@ class DataFiles:
 
 
 class DataHashes:
-    """The checksums of the data, without its final padding, computed while it is written."""
+    """The checksums of the data, without its final padding, computed while it is written.
 
-    def __init__(self, total: int) -> None:
+    `tree` is that of the descriptor, and `verifier` that of the verification file; None leaves one
+    out.
+    """
+
+    def __init__(self, total: int, *, descriptor: bool, verification: bool) -> None:
         self._total = total
-        self.tree = TreeHash()
-        self.verifier = Verifier(total)
+        self.tree = TreeHash() if descriptor else None
+        self.verifier = Verifier(total) if verification else None
 
     def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
         """Yield the jobs that hash `view`, a buffer that begins at offset `start` of the data.
@@ -182,7 +186,10 @@ class DataHashes:
         function. Otherwise, one thread must run all such functions, in the order of the buffers.
         """
         counted = view[: max(0, self._total - start)]
-        yield True, partial(self.verifier.update, counted)
+        if self.verifier is not None:
+            yield True, partial(self.verifier.update, counted)
+        if self.tree is None:
+            return
         last = start + counted.nbytes == self._total
         if start % HASH_LEAF_BYTES or (counted.nbytes % HASH_LEAF_BYTES and not last):
             yield True, partial(self.tree.update, counted)
@@ -203,7 +210,7 @@ class Stream:
     def __init__(
         self,
         data: DataFiles,
-        hashes: DataHashes | None,
+        hashes: DataHashes,
         config: StreamingConfig,
         expected_bytes: int,
     ) -> None:
@@ -264,7 +271,7 @@ class Stream:
         self._start += self._filled
         self._filled = 0
         write = partial(self._data.write, view, start)
-        hashing = self._hashes.work(view, start) if self._hashes is not None else ()
+        hashing = self._hashes.work(view, start)
         futures: list[Future[None]] = []
         if self._pools:
             writers, hashers, chain = self._pools
@@ -302,21 +309,22 @@ def _buffer_bytes(expected: int, config: StreamingConfig) -> int:
 
 def save_dict(
     state_dict: Mapping[str, torch.Tensor],
-    path: str | PathLike[str],
+    disk_path: str | PathLike[str],
     streaming_config: Mapping[str, Any] | StreamingConfig | None = None,
     *,
     views: Mapping[str, Collection[str]] | None = None,
     fields: Fields = 6,
     max_file_bytes: int = MAX_FILE_BYTES,
     verification: bool = True,
+    descriptor: bool = True,
     files: Files | None = None,
 ) -> dict[str, Any]:
     """Write tensors to a new folder, each storage once; return the descriptor as a dict.
 
     The arguments are:
 
-    - `path` is a folder that is empty or does not exist. It appears when everything is durable, or
-      not at all.
+    - `disk_path` is a folder that is empty or does not exist. It appears when everything is
+      durable, or not at all.
     - `streaming_config` has the fields of StreamingConfig and bounds the memory that is used.
     - `views` maps ids to selections of tensor names. Each selection gets its own verification file,
       for `load_dict(view=...)`.
@@ -328,9 +336,10 @@ def save_dict(
     The descriptor has tensorcast's fields. It also has `storage_entries` and `tensor_aliases`, from
     which `rebuild_index` restores `tensor_index.json`.
 
-    If `verification` is False, nothing is hashed, so `load_dict` cannot verify the data. Neither
-    `verification.json` nor `artifact_descriptor.json` is written, and the returned descriptor has
-    only `storage_entries` and `tensor_aliases`.
+    If `verification` is False, `verification.json` is not written. If `descriptor` is False,
+    `artifact_descriptor.json` is not written, and the returned descriptor has only
+    `storage_entries` and `tensor_aliases`. With both False nothing is hashed, so `load_dict` cannot
+    verify the data.
 
     The tensors must not be modified during the call. Use one thread for each folder.
 
@@ -346,28 +355,29 @@ def save_dict(
     _check(held.graph, entries, fields, views or {})
     if views and not verification:
         raise ConfigError("a view is a verification file; leave out views, or verification=False")
-    target, disk = Path(path).absolute(), files or RealFiles()
+    target, disk = Path(disk_path).absolute(), files or RealFiles()
     with os_errors(target), new_folder(disk, target) as folder:
         data = DataFiles(disk, folder, max_file_bytes)
         total = max((e.offset + e.size for e in entries), default=0)
-        hashes = DataHashes(total) if verification else None
+        hashes = DataHashes(total, descriptor=descriptor, verification=verification)
         _write_data(held, Stream(data, hashes, config, total))
         index = encode_index(entries, fields)
         blobs = {
             "tensor_index.json": index,
             "tensor_index.cbor": encode_index_cbor(entries, fields),
         }
-        descriptor = held.graph.to_json()
-        if hashes is not None:
+        described = held.graph.to_json()
+        if hashes.tree is not None:
             found = describe(index_multihash(index), hashes.tree.multihash(), total)
-            descriptor = found | descriptor
-            blobs["artifact_descriptor.json"] = json.dumps(descriptor, indent=2).encode()
+            described = found | described
+            blobs["artifact_descriptor.json"] = json.dumps(described, indent=2).encode()
+        if hashes.verifier is not None:
             blobs[verification_name(CANONICAL)] = hashes.verifier.result().encode()
         for view, names in (views or {}).items():
             blobs[verification_name(view)] = _verify_view(held, view, names)
         for name, blob in blobs.items():
             write_file(disk, folder / name, blob)
-    return descriptor
+    return described
 
 
 def _check(
