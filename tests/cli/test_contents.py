@@ -369,7 +369,7 @@ def test_a_renamed_checkpoint_is_the_same(store: Store, tmp_path: Path) -> None:
     assert store.verify(full=True).fine
     assert "is there already" in said("rename", "tuned", "org/new", status=2)
     CheckpointStore(store, "run").save({"w": np.zeros(3)}, step=1, metrics={})
-    for names in (("run@1", "x"), ("tuned", "run@1@pin")):
+    for names in (("run@1", "x"), ("tuned", "run@1@keep")):
         assert "runs delete" in said("rename", *names, status=2)
     assert "is there already" in said("rename", "tuned", "tuned", status=2)
 

@@ -389,6 +389,65 @@ def test_a_step_is_kept_until_it_is_not(runs: Runs) -> None:
         assert runs.run("keep", *wrong).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "typed"),
+    [
+        ("delete {} --yes", "`tensor-dedup runs delete {} --all --store {store}`"),
+        ("delete store://{} --yes", "`tensor-dedup runs delete {} --all --store {store}`"),
+        ("show {}", "`tensor-dedup runs show {} --store {store}`"),
+        *((f"{verb} {{}} {{out}}", "") for verb in ("export", "cat")),
+        *((f"{verb} {{}} two@0", "") for verb in ("diff", "analyze")),
+        ("diff store://{} two@0", ""),
+        ("rename {}@30 new", None),
+        ("push {} oci://localhost:1/x:y", ""),
+    ],
+)
+def test_the_name_of_a_run_is_told_from_one_that_is_not_there(
+    kept: Runs, tmp_path: Path, command: str, typed: str | None
+) -> None:
+    words = command.format("a/one", out=tmp_path / "out").split()
+    result = CliRunner().invoke(main, [*words, "--store", str(kept.store)])
+    assert (result.exit_code, result.stdout) == (2, "")
+    if typed is not None:
+        said = "'a/one' is a training run with 4 steps, and no checkpoint; name a step, as in "
+        assert f"{said}'a/one@30'" in result.stderr
+        assert typed.format("a/one", store=kept.store) in result.stderr
+    assert Store.open(kept.store).steps("a/one")[-1].step == 30
+
+
+def test_what_is_typed_then_works(runs: Runs, tmp_path: Path) -> None:
+    words = ["export", "a/one@30", str(tmp_path / "out"), "--store", str(runs.store)]
+    assert CliRunner().invoke(main, words).exit_code == 0
+    assert runs.run("delete", "a/one", "--all", "--yes").exit_code == 0
+    assert Store.open(runs.store).runs() == ["two"]
+
+
+def test_a_deletion_says_what_it_frees_and_not_what_others_did(runs: Runs) -> None:
+    store, where = Store.open(runs.store), ["--store", str(runs.store)]
+
+    def unused() -> int:
+        return sum(item.nbytes for item in store.gc(dry_run=True).trash)
+
+    def delete(*words: str) -> tuple[dict[str, Any], int]:
+        before = unused()
+        result = CliRunner().invoke(main, [*words, "--yes", "--json", *where])
+        assert (result.exit_code, result.stderr) == (0, "")
+        return json.loads(result.stdout), unused() - before
+
+    one, freed = delete("delete", "a/one@0")
+    assert one["freed_bytes"] == freed
+    two, freed = delete("delete", "two@0")
+    assert two["freed_bytes"] == freed > 0
+    assert two["reclaimable_bytes"] == one["freed_bytes"] + two["freed_bytes"] == unused()
+    three, freed = delete("runs", "delete", "a/one", "--step", "10")
+    assert three["freed_bytes"] == freed
+    four, freed = delete("runs", "prune", "a/one", "--keep-last", "1")
+    assert four["freed_bytes"] == freed
+    others = human(unused())
+    text = CliRunner().invoke(main, ["runs", "delete", "a/one", "--all", "--yes", *where]).stdout
+    assert f"{others} more were not used before" in text
+
+
 def test_runs_are_compared_side_by_side(kept: Runs) -> None:
     found = kept.document("compare", "a/one", "two")["runs"]
     one, two = found

@@ -13,7 +13,7 @@ from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.settings import remote_url
 from tensor_dedup.store import LocalStore
-from tensor_dedup.store.errors import NoStoreError, UnknownNameError
+from tensor_dedup.store.errors import NoStoreError, RunNameError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
@@ -38,6 +38,7 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
 
     Raises:
         NoSuchPathError: The cache has the repository, but not this revision.
+        RunNameError: `path` is the name of a training run in that store.
     """
     given = os.fspath(path)
     if given.startswith(STORE_SCHEME):
@@ -75,6 +76,8 @@ def pull_suggested(name: str) -> Iterator[None]:
     """
     try:
         yield
+    except RunNameError:  # which is here
+        raise
     except (NoStoreError, UnknownNameError) as error:
         # Here: remotes need NumPy, and what is measured does not.
         from tensor_dedup.remote.errors import RemoteUrlError
@@ -103,7 +106,10 @@ def looks_like_step(path: str) -> bool:
 def _is_stored(name: str, store: StrPath | None) -> bool:
     try:
         opened = LocalStore.open(store, create=False)
-        return opened.manifest(full_name(opened, name)) is not None
+        opened.check_exists(full_name(opened, name))
+        return True
+    except RunNameError:
+        raise
     except StoreError:
         return False
 

@@ -15,13 +15,13 @@ from tensor_dedup.api import Store
 from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
 from tensor_dedup.cli.run_plot import PlottedRun, page
 from tensor_dedup.cli.store import (
+    Freed,
     damage_lines,
     empty,
     existing,
     existing_or_said,
     known,
     print_fitted,
-    space_after,
     store_option,
 )
 from tensor_dedup.cli.tables import Dotted, counted, fitted
@@ -390,8 +390,9 @@ def delete(
         raise WrongUse("say which steps: --step N, or --all")
     known = steps_of(opened, run)
     chosen = [step.step for step in known if not step.kept] if every else sorted({*steps})
+    freed = Freed(opened)
     delete_steps(opened, run, chosen, yes)
-    reclaimable, space = space_after(opened)
+    reclaimable, space = freed.said()
     deleted = f"{counted(len(chosen), 'step')} {'is' if len(chosen) == 1 else 'are'}"
     document = {"run": run, "deleted": chosen, **reclaimable}
     say(document, as_json, f"{run}: {deleted} deleted; {space}")
@@ -473,6 +474,7 @@ def prune(
     chosen = handle.prune(dry_run=True)
     if chosen and not dry_run:
         ask(f"Delete {_steps_text(chosen)} of {run} from {opened.path}?", yes)
+        freed = Freed(opened)
         chosen = handle.prune(among=chosen)  # and nothing that was not asked about
     staying = [step.step for step in known if step.step not in chosen]
     document: dict[str, object] = {
@@ -486,7 +488,7 @@ def prune(
     if not chosen:
         lines[0] = f"{run}: the rules keep every step"
     elif not dry_run:
-        reclaimable, space = space_after(opened)
+        reclaimable, space = freed.said()
         document, lines = {**document, **reclaimable}, [*lines, space]
     say(document, as_json, *lines)
 

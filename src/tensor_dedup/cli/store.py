@@ -1,7 +1,8 @@
 """The verbs of the store: import, export, list, show, stats, rename, delete, gc, verify, repair."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +49,7 @@ from tensor_dedup.store import (
     StoredCheckpoint,
     VerifyResult,
 )
-from tensor_dedup.store.errors import NameTakenError, NoStoreError
+from tensor_dedup.store.errors import NameTakenError, NoStoreError, RunNameError
 from tensor_dedup.store.format.names import fit, own_name, stem_of
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
@@ -73,6 +74,10 @@ def store_option(verb: _Verb) -> _Verb:
     )(verb)
 
 
+# The verbs that take the name of a run as well.
+_OF_RUNS: Final = ("du", "push", "rename")
+
+
 def stored_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return, for shell completion, the names in the store that begin with `incomplete`.
 
@@ -80,7 +85,7 @@ def stored_names(context: click.Context, _parameter: click.Parameter, incomplete
     """
     with suppress(TensorDedupError, OSError):
         opened = existing(context.params.get("store"))
-        runs = opened.runs() if context.info_name == "du" else []
+        runs = opened.runs() if context.info_name in _OF_RUNS else []
         return [name for name in (*runs, *opened.names()) if name.startswith(incomplete)]
     return []
 
@@ -109,6 +114,21 @@ def grace_option(verb: _Verb) -> _Verb:
         metavar="HOURS",
         help="How long the trash is kept; 0 deletes at once.",
     )(verb)
+
+
+@contextmanager
+def run_suggested(command: str) -> Iterator[None]:
+    """Context manager: an error that a name is that of a run gets the command for the whole run.
+
+    `command` is the command after `tensor-dedup`, with `{}` in place of the run's name.
+    """
+    try:
+        yield
+    except RunNameError as error:
+        where = f" --store {shlex.quote(error.facts['path'])}"
+        words = f"tensor-dedup {command.format(shlex.quote(error.facts['run']))}{where}"
+        said = f"{error.message}, or run `{words}` for all of them"
+        raise RunNameError(said, **error.facts) from error
 
 
 def existing(store: str | None) -> Store:
@@ -615,7 +635,10 @@ _DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME, with the digests that `analyze` shows."""
     opened = existing(store)
-    with opened.checkpoint(full_name(opened, name)) as checkpoint:
+    with (
+        run_suggested("runs show {}"),
+        opened.checkpoint(full_name(opened, name)) as checkpoint,
+    ):
         if as_json:
             say(_document(checkpoint), as_json)
             return
@@ -783,29 +806,49 @@ def _later(grace: float) -> str:
     return f"{grace:g} hours later" if grace != 1 else "an hour later"
 
 
-def space_after(store: Store) -> tuple[dict[str, object], str]:
-    """Return what `gc` can free after a deletion, as fields for JSON and as a sentence."""
-    try:
-        plan = store.gc(dry_run=True, wait_s=0.0)
-    except StoreError as error:
-        return {"reclaimable_bytes": None}, f"how much `gc` can give back is not known: {error}"
-    nbytes = _trashed(plan)
-    known: dict[str, object] = {
-        "reclaimable_bytes": nbytes,
-        "grace_hours": DEFAULT_GRACE_HOURS,
-        "dead_bytes": plan.dead_bytes,
-    }
-    if nbytes:
-        later = _later(DEFAULT_GRACE_HOURS)
-        text = (
-            f"`tensor-dedup gc` moves {human(nbytes)} that nobody uses any more to the trash, and "
-            f"frees them when it runs again {later} (`gc --grace 0`: at once)"
-        )
-    else:
-        text = "there is no space to give back: other checkpoints need the files that it lies in"
-    if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
-        text += f"; {human(plan.dead_bytes)} that nobody uses lie in files that others need"
-    return known, text
+class Freed:
+    """What the deletions since this object was made let `gc` free, and nothing else did before."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._before = self._plan()
+
+    def _plan(self) -> GcPlan | StoreError:
+        try:
+            return self._store.gc(dry_run=True, wait_s=0.0)
+        except StoreError as error:
+            return error
+
+    def said(self) -> tuple[dict[str, object], str]:
+        """Return it as fields for JSON and as a sentence."""
+        before, now = self._before, self._plan()
+        if not isinstance(before, GcPlan) or not isinstance(now, GcPlan):
+            why = now if isinstance(now, StoreError) else before
+            nothing: dict[str, object] = {"freed_bytes": None, "reclaimable_bytes": None}
+            return nothing, f"how much `gc` can give back is not known: {why}"
+        unused = _trashed(now)
+        # Less than nothing, where another process has used again what was unused.
+        freed = max(0, unused - _trashed(before))
+        dead = max(0, now.dead_bytes - before.dead_bytes)
+        known: dict[str, object] = {
+            "freed_bytes": freed,
+            "reclaimable_bytes": unused,
+            "grace_hours": DEFAULT_GRACE_HOURS,
+            "dead_bytes": now.dead_bytes,
+        }
+        if freed:
+            later = _later(DEFAULT_GRACE_HOURS)
+            text = (
+                f"`tensor-dedup gc` moves {human(freed)} that nobody uses any more to the trash, "
+                f"and frees them when it runs again {later} (`gc --grace 0`: at once)"
+            )
+        else:
+            text = "there is no space to give back: others need the files that it lies in"
+        if 100 * dead > freed:  # less is not worth a word
+            text += f"; {human(dead)} that nobody uses lie in files that others need"
+        if unused > freed:
+            text += f"; {human(unused - freed)} more were not used before"
+        return known, text
 
 
 @click.command(name="delete")
@@ -818,13 +861,15 @@ def delete(name: str, dry_run: bool, yes: bool, store: str | None, as_json: bool
     """Remove the checkpoint NAME. `gc` frees the space that no other checkpoint uses."""
     opened = existing(store)
     name = full_name(opened, name)
-    opened.check_deletable(name)
+    with run_suggested("runs delete {} --all"):
+        opened.check_deletable(name)
     if dry_run:
         _say_deletion(opened, name, as_json)
         return
     ask(f"Delete {name} from {opened.path}?", yes)
+    freed = Freed(opened)
     opened.delete(name)
-    reclaimable, space = space_after(opened)
+    reclaimable, space = freed.said()
     say({"deleted": name, **reclaimable}, as_json, f"{name} is deleted; {space}")
 
 
@@ -938,8 +983,14 @@ def _restored(result: RepairResult) -> str:
 @store_option
 @json_option
 def rename(name: str, new_name: str, store: str | None, as_json: bool) -> None:
-    """Rename the checkpoint NAME to NEW_NAME, which must not be taken."""
+    """Rename the checkpoint NAME, or the training run NAME with all its steps, to NEW_NAME.
+
+    NEW_NAME must not be taken. A training that has the run open saves no further step under the old
+    name: its next save fails, and says so.
+    """
     opened = existing(store)
     name = full_name(opened, name)
+    steps = 0 if name in opened.names() else len(opened.steps(name))
     opened.rename(name, new_name)
-    say({"renamed": name, "name": new_name}, as_json, f"{name} is now {new_name}")
+    what = f"{name}, a run with {counted(steps, 'step')}," if steps else name
+    say({"renamed": name, "name": new_name, "steps": steps}, as_json, f"{what} is now {new_name}")

@@ -13,7 +13,7 @@ from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format import layout as store_layout
 from tensor_dedup.store.format.names import file_of, name_in
-from tensor_dedup.store.objects import ref_text
+from tensor_dedup.store.format.references import ref_text
 
 MARKER: Final = store_layout.MARKER
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]

@@ -21,7 +21,7 @@ maps names to the values in the message.
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import ClassVar, Self
@@ -97,6 +97,24 @@ class UnknownNameError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = "see `tensor-dedup list`"
+
+
+class RunNameError(UnknownNameError):
+    """The name is that of a training run, where one of its steps is wanted.
+
+    `facts` has the name of the run as `run`, and the name of its greatest step as `step`.
+    """
+
+    @classmethod
+    def of(cls, path: PurePath, run: str, steps: Sequence[str]) -> Self:
+        """Return an error about the store at `path`, for the caller to raise.
+
+        `steps` has the names of the run's steps, in order.
+        """
+        has = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
+        what = f"{run!r} is a training run with {has}, and no checkpoint"
+        said = f"{path}: {what}; name a step, as in {steps[-1]!r}"
+        return cls(said, path=str(path), name=run, run=run, step=steps[-1])
 
 
 class UnknownTensorError(AdvisedError):

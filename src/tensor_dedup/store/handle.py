@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tensor_dedup.store.errors import UnknownNameError, os_errors
+from tensor_dedup.store.errors import RunNameError, UnknownNameError, os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.format.layout import StoreLayout
-from tensor_dedup.store.format.names import marked_by
+from tensor_dedup.store.format.names import STEP_FORM, marked_by
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex, open_index
-from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.suggestions import nearest, perhaps
 
@@ -46,7 +45,7 @@ class StoreHandle:
         Raises:
             StoreBusyError: Garbage collection is running and did not end within two minutes.
         """
-        with os_errors(self.path), session(self.files, self.objects.layout):
+        with os_errors(self.path), self.objects.session():
             yield
 
     @contextmanager
@@ -72,6 +71,7 @@ class StoreHandle:
 
         Raises:
             UnknownNameError: `name` is that of a mark.
+            RunNameError: `name` is that of a run.
         """
         if (step := marked_by(name)) is not None:
             what = f"{name!r} is no checkpoint: it is what keeps the step {step!r}; name that"
@@ -80,5 +80,10 @@ class StoreHandle:
             yield
         except UnknownNameError as error:
             names = self.objects.names()
+            forms = (STEP_FORM.fullmatch(each) for each in names)
+            steps = [form for form in forms if form is not None and form["run"] == name]
+            if steps:
+                steps.sort(key=lambda form: int(form["step"]))
+                raise RunNameError.of(self.path, name, [form[0] for form in steps]) from error
             what = f"no checkpoint {name!r}{perhaps(name, names)}"
             raise type(error).at(self.path, what, name=name, near=nearest(name, names)) from error

@@ -5,14 +5,17 @@ page lists up to 256 pieces of a manifest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tensor_dedup.store import locks, rename_journal
 from tensor_dedup.store.containers import Containers
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
     NewerFormatError,
+    StoreBusyError,
     UnknownNameError,
 )
 from tensor_dedup.store.files import Files
@@ -21,10 +24,11 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.layout import BAD_SUFFIX, StoreLayout, is_digest
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of, marked_by, name_in
+from tensor_dedup.store.format.references import REFERENCE, ref_text
+from tensor_dedup.store.locks import SWEEP_WAIT_S
 
 _BAD = b"badl"
 _REF_BYTES = 1 << 12
-_REF_TITLE = "tensor-dedup reference"
 
 
 def _nothing() -> None:
@@ -40,6 +44,41 @@ class Objects(StoreFolder):
     def __init__(self, files: Files, layout: StoreLayout) -> None:
         super().__init__(files, layout)
         self.containers = Containers(StoreFolder(files, layout))
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Context manager: while it is active, the store's main lock is held shared.
+
+        No garbage collection runs meanwhile, and no run is half renamed.
+
+        Raises:
+            StoreBusyError: A garbage collection did not end within two minutes.
+        """
+        with ExitStack() as held:
+            held.enter_context(locks.session(self.files, self.layout))
+            while rename_journal.is_cut_short(self):
+                held.close()
+                try:
+                    with self.sweep():
+                        pass
+                except StoreBusyError:  # by those who use the store since another made it whole
+                    if rename_journal.is_cut_short(self):
+                        raise
+                held.enter_context(locks.session(self.files, self.layout))
+            yield
+
+    @contextmanager
+    def sweep(self, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
+        """Context manager: while it is active, the store's main lock is held exclusively.
+
+        No session is open meanwhile, so files can be deleted. No run is half renamed.
+
+        Raises:
+            StoreBusyError: Open sessions did not end within `wait_s` seconds.
+        """
+        with locks.sweep(self.files, self.layout, wait_s=wait_s):
+            rename_journal.go_on(self)
+            yield
 
     def aliens(self) -> Iterator[Path]:
         """Iterate over the alien files, which are files that format version 1 does not define.
@@ -153,7 +192,7 @@ class Objects(StoreFolder):
             ) from None
         lines = frames.decode_text(blob, path)
         manifest = lines[-1].rpartition(" ")[2] if lines else ""
-        if lines[:1] == [_REF_TITLE] and not is_digest(manifest):
+        if lines[:1] == [REFERENCE] and not is_digest(manifest):
             raise NewerFormatError.at(path, "a reference of another form")
         if blob != ref_text(name, manifest):
             raise DamagedFileError.at(path, "the reference is that of another name", name=name)
@@ -220,11 +259,6 @@ class Objects(StoreFolder):
             self.publish(ref_text(new_name, manifest), target)
             self.files.unlink(path)
             self.files.sync_folder(path.parent)
-
-
-def ref_text(name: str, manifest: str) -> bytes:
-    """Return the content of the reference file that maps `name` to the manifest `manifest`."""
-    return frames.encode_text([_REF_TITLE, f"name {name}", f"manifest {manifest}"])
 
 
 def _is_object(path: Path) -> bool:

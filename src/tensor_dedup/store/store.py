@@ -23,7 +23,7 @@ from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.store.handle import StoreHandle
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.init import default_path, initialise, workers
-from tensor_dedup.store.locks import SWEEP_WAIT_S, sweep
+from tensor_dedup.store.locks import SWEEP_WAIT_S
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredPieces
@@ -424,17 +424,32 @@ class LocalStore:
             return usage(self.handle.objects, name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a checkpoint. After a crash, it has the old name, the new name, or both.
+        """Rename a checkpoint, or a training run with its steps and the marks of those it keeps.
+
+        After a crash, a checkpoint has the old name, the new name, or both, and a run has one name
+        or the other. A run that is renamed while a training has it open keeps all its steps, and
+        the next save of that training raises RenamedRunError.
 
         Raises:
-            UnknownNameError: No checkpoint is called `name`.
-            NameTakenError: A checkpoint is called `new_name` already.
+            UnknownNameError: No checkpoint and no run is called `name`.
+            NameTakenError: A checkpoint or run is called `new_name` already.
             TakenStepError: One of the names is the name of a training step or of a mark.
+            DrainedRunError: The run has a second tier, on which its steps have its name.
+            StoreBusyError: The store was in use for too long, so a run could not be renamed.
+            DamagedFileError, MissingObjectError: A step of the run cannot be read, so none was
+                renamed.
         """
-        from tensor_dedup.store.steps.runs import check_no_step
+        from tensor_dedup.store.steps.rename import rename_run
+        from tensor_dedup.store.steps.runs import check_no_step, is_run
 
+        names = check_name(name), check_name(new_name)
+        with self.handle.locked():
+            whole = name not in self.handle.objects.names() and is_run(self.handle.objects, name)
+        if whole:
+            with self.handle.translated(), self.handle.objects.sweep():
+                rename_run(self.handle.objects, *names)
+            return
         with self.handle.locked(), self.handle.saying_near(name):
-            names = check_name(name), check_name(new_name)
 
             def check() -> None:
                 for each in names:
@@ -504,10 +519,7 @@ class LocalStore:
                 path=str(self.path),
                 grace_hours=grace_hours,
             )
-        with (
-            os_errors(self.path),
-            sweep(self.handle.files, self.handle.objects.layout, wait_s=wait_s),
-        ):
+        with os_errors(self.path), self.handle.objects.sweep(wait_s):
             plan = plan_gc(self.handle.objects, grace_hours)
             return plan if dry_run else execute(self.handle.objects, plan, grace_hours)
 

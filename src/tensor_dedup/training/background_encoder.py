@@ -40,7 +40,6 @@ from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.tables import ENCODED, Record
 from tensor_dedup.store.hashing import Hashed, Hasher
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
@@ -326,7 +325,7 @@ class BackgroundEncoder:
         """Unlink a container, if that is safe; return whether it is gone."""
         objects, container = self._objects, change.gone
         path = objects.layout.container(container.name, container.kind)
-        with sweep(objects.files, objects.layout, wait_s=wait_s):
+        with objects.sweep(wait_s):
             # A delta is readable only beside its base as a whole.
             if not self._can_remove() or not self._in_need().isdisjoint(change.deltas):
                 return False

@@ -217,7 +217,8 @@ class CheckpointStore:
         self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
         self._adapter = adapter
         self._config, self._weights = self._small_files(config), weights
-        self._steps = StepOrder(self.store.handle.objects, self.run_id)
+        with self.store.handle.translated():
+            self._steps = StepOrder(self.store.handle.objects, self.run_id)
         objects, workers = self.store.handle.objects, self.store.worker_count
         self._saver = Saver(objects, workers, self._steps, compress=compress, base=base)
         pool = pool_bytes

@@ -810,6 +810,7 @@ class _Commit:
         self._transaction.settle(self.next.containers[container][0] for container in sorted(new))
 
     def _check_name(self) -> None:
+        self._order.check_name()
         # A new step replaces nothing, whatever it is.
         check = check_not_kept if self._snapshot.new else check_replaceable
         check(self._objects, self._snapshot.notes.run, self._snapshot.notes.step)

@@ -62,7 +62,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "memory_manager": ("errors", "protocol", "cuda", "backends", "core", "client", "server"),
     "store": (
         *("errors", "buffers", "files", "direct", "gathered", "hashing", "codecs", "format"),
-        *("locks", "folders", "containers", "objects", "index", "init", "handle"),
+        *("locks", "folders", "containers", "rename_journal", "objects", "index", "init", "handle"),
         *("reading", "writing", "steps", "upkeep", "store", "interchange"),
     ),
     "remote": (

@@ -15,6 +15,8 @@ SEQUENCE = "sequence"
 IDENTITY = "identity"
 TIERS = "tiers"
 DRAINS = "drains"
+RENAMING = "renaming"
+RENAMED = "renamed"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
@@ -108,6 +110,16 @@ class StoreLayout:
         A step is drained when it is copied from this store to another store or a remote.
         """
         return self.root / DRAINS
+
+    @cached_property
+    def renaming(self) -> Path:
+        """The list of the references that change while a run is renamed; else it is not there."""
+        return self.root / RENAMING
+
+    @cached_property
+    def renamed(self) -> Path:
+        """The folder of notes about renamed runs, one file for each old name."""
+        return self.root / RENAMED
 
     @cached_property
     def index(self) -> Path:

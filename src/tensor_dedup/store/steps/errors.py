@@ -9,6 +9,8 @@ StoreError
   BadOptionError        an option of CheckpointStore, or an argument of `register_provider`, is
                         invalid (`kind`)
   KeptStepError       a kept step would be replaced or deleted
+  DrainedRunError       a run with a second tier cannot be renamed
+  RenamedRunError       the run was renamed while it was open
   TakenStepError        an import would replace a step or a mark
   NotATrainingError     the checkpoint was imported, not saved by a run
 
@@ -76,6 +78,23 @@ class KeptStepError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = "first `unkeep` it, or run `tensor-dedup runs keep RUN STEP --remove`"
+
+
+class DrainedRunError(AdvisedError):
+    """The run has a second tier, on which its steps have its name, so it cannot be renamed."""
+
+    exit_status = WRONG_USE
+    advice = "save further steps under the new name; those of this run can still be read"
+
+
+class RenamedRunError(AdvisedError):
+    """The run was renamed since it was opened, so a step saved now would begin another run.
+
+    `facts` has the old name as `run` and the new one as `new_run`.
+    """
+
+    exit_status = WRONG_USE
+    advice = "open the run under its new name, and save the step there"
 
 
 class TakenStepError(NameTakenError):

@@ -63,6 +63,11 @@ class Notes:
         found |= {_SAVED: str(self.saved)} if self.saved else {}
         return found | {_SEQUENCE: str(self.sequence)}
 
+    @staticmethod
+    def named(run: str) -> dict[str, str]:
+        """Return the note that says whose step it is, as `to_texts` has it."""
+        return {_RUN: run}
+
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
         """Parse the notes in `texts`, the strings that a manifest holds.

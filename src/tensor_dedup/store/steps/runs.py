@@ -21,6 +21,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store import rename_journal
 from tensor_dedup.store.errors import (
     BadNameError,
     DamagedFileError,
@@ -38,6 +39,7 @@ from tensor_dedup.store.format.names import (
     check_name,
     file_of,
 )
+from tensor_dedup.store.format.references import renamed_to
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.errors import (
     BadOption,
@@ -45,6 +47,7 @@ from tensor_dedup.store.steps.errors import (
     BadStepError,
     KeptStepError,
     NotATrainingError,
+    RenamedRunError,
     TakenStepError,
     UnknownStepError,
 )
@@ -323,10 +326,11 @@ def run_names(objects: Objects) -> list[str]:
     found = {
         each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
     }
-    return sorted(run for run in found if _has_step(objects, run))
+    return sorted(run for run in found if is_run(objects, run))
 
 
-def _has_step(objects: Objects, run: str) -> bool:
+def is_run(objects: Objects, run: str) -> bool:
+    """Return whether a store has a run of this name: one with a step that can be read."""
     for step in step_numbers(objects, run):
         with suppress(StoreError):
             manifest_of(objects, run, step)
@@ -550,6 +554,7 @@ class StepOrder:
         self._objects = objects
         # By step: the state of its reference, and its place, or None for an import.
         self._known: dict[int, tuple[FileStatus, StepPlace | None]] = {}
+        self._note = rename_journal.note_of(objects, run)
         self._last: int | None = None
         self._lock = threading.Lock()
 
@@ -614,6 +619,22 @@ class StepOrder:
                 self._last = self._greatest()
             self._last = next_sequence(self._objects, self._last, self._greatest)
             return self._last
+
+    def check_name(self) -> None:
+        """Check that the run was not renamed since this object was made.
+
+        The answer holds only inside `with locks.session(...):`.
+
+        Raises:
+            RenamedRunError: It was; a step saved under the old name would begin another run.
+        """
+        note = rename_journal.note_of(self._objects, self.run)
+        if note is not None and note != self._note:
+            path = rename_journal.note_path(self._objects, self.run)
+            new_run = renamed_to(note, path)
+            what = f"the run {self.run!r} was renamed to {new_run!r} while it was open"
+            root = self._objects.layout.root
+            raise RenamedRunError.at(root, what, run=self.run, new_run=new_run)
 
     def at_least(self, sequence: int) -> None:
         """Make all numbers that `next` returns from now on greater than `sequence`."""

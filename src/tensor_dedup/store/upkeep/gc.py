@@ -19,7 +19,6 @@ from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
-from tensor_dedup.store.locks import session, sweep
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, catch_up, take_inventory
 
@@ -244,9 +243,9 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
         StoreBusyError: Other sessions were not closed within `wait_s` seconds.
         UnfitForCollectionError: It is uncertain what is in use; nothing was changed.
     """
-    with session(objects.files, objects.layout):
+    with objects.session():
         found = take_inventory(objects)
-    with sweep(objects.files, objects.layout, wait_s=wait_s):
+    with objects.sweep(wait_s):
         check()
         plan = plan_gc(objects, DEFAULT_GRACE_HOURS, catch_up(objects, found))
         return execute(objects, plan, 0)

@@ -17,6 +17,7 @@ from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.format import frames, manifests, tables
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.references import ref_text
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.hashing import (
     Hashed,
@@ -26,7 +27,7 @@ from tensor_dedup.store.hashing import (
     SilentListener,
 )
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import Objects, ref_text
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 from tensor_dedup.store.upkeep.verify import Level, verify
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, kind_for

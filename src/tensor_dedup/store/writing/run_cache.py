@@ -26,7 +26,6 @@ from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
-from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.deltas import Anchor
@@ -333,7 +332,7 @@ class RunCache:
             StoreBusyError: Garbage collection is running and did not end within two minutes.
         """
         objects = self._objects
-        with os_errors(objects.layout.root), session(objects.files, objects.layout):
+        with os_errors(objects.layout.root), objects.session():
             kept = self._usable()
             try:
                 yield kept.index, kept.hasher

@@ -37,9 +37,10 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.references import ref_text
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import Objects, ref_text
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import ContainerWriter, SealedContainer, discard
 
 _SLOW_S = 1e-3
