@@ -18,7 +18,7 @@ def deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     for name in ("stays", "goes"):
         blob = safetensors(u8(tensor=noise(len(name), 5000)))
         store.import_(write(tmp_path / name, {"a.safetensors": blob}), name)
-    names: Callable[[Objects], list[str]] = Objects.names
+    names: Callable[[Objects], list[str]] = Objects.references
 
     def names_then_delete(objects: Objects) -> list[str]:
         found = names(objects)
@@ -26,7 +26,7 @@ def deleting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
             objects.drop_ref("goes")
         return found
 
-    monkeypatch.setattr(Objects, "names", names_then_delete)
+    monkeypatch.setattr(Objects, "references", names_then_delete)
     return store
 
 
