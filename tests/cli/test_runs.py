@@ -443,6 +443,8 @@ def test_a_deletion_says_what_it_frees_and_not_what_others_did(runs: Runs) -> No
     assert three["freed_bytes"] == freed
     four, freed = delete("runs", "prune", "a/one", "--keep-last", "1")
     assert four["freed_bytes"] == freed
+    dry = CliRunner().invoke(main, ["delete", "a/one@30", "--dry-run", "--json", *where])
+    assert json.loads(dry.stdout)["freed_bytes"] > 0  # of a step as well
     others = human(unused())
     text = CliRunner().invoke(main, ["runs", "delete", "a/one", "--all", "--yes", *where]).stdout
     assert f"{others} more were not used before" in text

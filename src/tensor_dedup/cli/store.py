@@ -875,7 +875,7 @@ def delete(name: str, dry_run: bool, yes: bool, store: str | None, as_json: bool
 
 def _say_deletion(store: Store, name: str, as_json: bool) -> None:
     """What deleting a checkpoint would free, as `list` and `du` have it."""
-    found = store.usage().checkpoints
+    found = store.usage(name).checkpoints
     nbytes = next((each.reclaimable_bytes for each in found if each.name == name), None)
     frees = "how much that frees is not known"
     if nbytes is not None:
