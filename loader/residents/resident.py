@@ -54,6 +54,8 @@ __all__ = [
 ReadInto = Callable[[memoryview, int], None]
 Write = Callable[[memoryview, int], None]
 # A cast of a cast of a cast is followed no further.
+# On an empty parameter whose weight is packed elsewhere: a function that returns what holds it.
+PACKED: Final = "_tensor_dedup_packed"
 _MAX_CASTS: Final = 3
 _CAST: Final = "cast:"
 _LOSSLESS: Final = frozenset(
@@ -405,13 +407,16 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Their addresses may differ: two mappings of one resident share memory until one of them is
     written to or made private. Returns False for tensors of different sizes. If one of the tensors
-    has gaps, they must also have the same shape and stride. Safe from any thread.
+    has gaps, they must also have the same shape and stride. An empty parameter whose weight vLLM
+    has packed elsewhere stands for the packed weight. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
     """
     if a.layout is not torch.strided or b.layout is not torch.strided or not _same_extent(a, b):
         return False
+    if a.numel() == 0 and (packed := _packed(a)) is not None:
+        return packed is _packed(b)
     if a.untyped_storage()._cdata == b.untyped_storage()._cdata:
         return a.storage_offset() * a.itemsize == b.storage_offset() * b.itemsize
     span = _span(a)
@@ -423,6 +428,11 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if first == second or DEVICE_MAPPINGS.same(first, second, span):
         return True
     return a.device.type == "cpu" and _same_slab_pages(first, second, span)
+
+
+def _packed(tensor: torch.Tensor) -> object | None:
+    asked: Callable[[], object] | None = getattr(tensor, PACKED, None)
+    return None if asked is None else asked()
 
 
 def _same_extent(a: torch.Tensor, b: torch.Tensor) -> bool:

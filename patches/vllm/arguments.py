@@ -27,17 +27,19 @@ from tensor_dedup.patches.vllm.store_urls import (
     resolve,
 )
 
-_AddCliArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
+_AddCliArgs = Callable[..., argparse.ArgumentParser]
 
 # What overwrites weights in place, or moves them, after they were loaded: others read them too.
 # Not `enable_eplb`: the experts that it overwrites are not shared.
 MOVES_WEIGHTS: Mapping[str, str] = {
     "enable_sleep_mode": "a sleeping engine discards weights and writes them again when it wakes",
+    "sleep_mode_backend": "any backend but 'cumem' frees a device's memory with the weights in it",
     "enable_elastic_ep": "scaling experts overwrites expert weights while the engine runs",
     "cpu_offload_gb": "offloading moves weights into memory of its own",
     "offload_group_size": "offloading moves weights into memory of its own",
     "weight_transfer_config": "a weight update overwrites weights while the engine runs",
 }
+_OUR_BACKEND = "cumem"  # vLLM's default, and the only one of its own in 0.33
 # What only writes, and so reaches nobody where a writer gets pages of its own.
 _ONLY_WRITES = frozenset({"weight_transfer_config"})
 
@@ -107,8 +109,9 @@ def refuse_moving_weights(settings: object) -> None:
     """Refuse engine arguments with which vLLM would overwrite or move shared weights.
 
     `settings` are the engine arguments, and `MOVES_WEIGHTS` lists those that are refused. There are
-    two exceptions:
+    three exceptions:
 
+    * `sleep_mode_backend` may be "cumem", vLLM's default.
     * `weight_transfer_config` is allowed on a CPU.
     * `enable_sleep_mode` is allowed on a GPU with a memory manager, if this vLLM's sleep mode is
       supported.
@@ -130,6 +133,8 @@ def _is_handled(name: str, settings: object) -> bool:
     """Return whether what moves or writes weights is taken care of here."""
     if name == "enable_sleep_mode":
         return _may_sleep(settings)
+    if name == "sleep_mode_backend":
+        return bool(getattr(settings, name) == _OUR_BACKEND)
     return name in _ONLY_WRITES and _copied_on_write()
 
 
@@ -305,8 +310,10 @@ def _plain_init(original: Callable[..., None]) -> Callable[..., None]:
 
 def _add_cli_args(original: _AddCliArgs) -> _AddCliArgs:
     @functools.wraps(original)
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        parser = original(parser)
+    def add_cli_args(
+        parser: argparse.ArgumentParser, *more: object, **options: object
+    ) -> argparse.ArgumentParser:
+        parser = original(parser, *more, **options)
         group = parser.add_argument_group(
             "TensorDedupConfig", "One copy of every tensor that several models have in common."
         )
@@ -326,7 +333,9 @@ def _add_cli_args(original: _AddCliArgs) -> _AddCliArgs:
 
 def _from_cli_args(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
-    def from_cli_args(cls: type, args: argparse.Namespace) -> object:
+    def from_cli_args(
+        cls: type, args: argparse.Namespace, *more: object, **options: object
+    ) -> object:
         value = getattr(args, "tensor_dedup", None)
         if value is not None:
             # A copy: `vllm serve` builds engine arguments from one namespace more than once.
@@ -338,6 +347,6 @@ def _from_cli_args(original: Callable[..., object]) -> Callable[..., object]:
             )
         if str(getattr(args, "load_format", "")).lower() == LOAD_FORMAT:
             remember_port(args)
-        return original(cls, args)
+        return original(cls, args, *more, **options)
 
     return from_cli_args

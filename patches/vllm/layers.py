@@ -30,7 +30,7 @@ from tensor_dedup.patches.vllm.kernels import (
     processed_attributes,
     set_attributes,
 )
-from tensor_dedup.patches.vllm.packed import PackedGemm, ScaledGemm
+from tensor_dedup.patches.vllm.packed import PackedGemm, ScaledGemm, mark_emptied
 from tensor_dedup.patches.vllm.processed import Deferred, KeyedLayer, ProcessedLayer
 from tensor_dedup.patches.vllm.versions import (
     KEEP_PLAIN,
@@ -126,6 +126,10 @@ class LayerProcessor:
 
         Tensors that cannot be shared stay private.
         """
+        self._process(original, layer)
+        mark_emptied(layer)
+
+    def _process(self, original: Original, layer: nn.Module) -> None:
         method: Any = layer.quant_method
         parameters = self.context.parameters(layer)
         if not parameters:

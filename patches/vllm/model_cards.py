@@ -28,8 +28,8 @@ def patch(serving: ModuleType) -> None:
 
 def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    async def show_available_models(self: Any) -> Any:
-        cards = await original(self)
+    async def show_available_models(self: Any, *args: Any, **options: Any) -> Any:
+        cards = await original(self, *args, **options)
         found = _substituted(self)
         # The base models come first; adapters follow, which work on the substituted weights too.
         for card in cards.data if found is not None else ():

@@ -7,7 +7,7 @@ files. At other times they do the same as vLLM's loaders.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
@@ -30,10 +30,10 @@ def _every(_name: str) -> bool:
 class _ShardedState(ShardedStateLoader):
     """The loader of states saved per worker: final tensors, in one or more files per rank."""
 
-    def iterate_over_files(self, paths: Iterable[str]) -> _Tensors:
+    def iterate_over_files(self, paths: Iterable[str], *args: Any, **options: Any) -> _Tensors:
         open_files = weight_iterators.active()
         if open_files is None:
-            yield from super().iterate_over_files(paths)
+            yield from super().iterate_over_files(paths, *args, **options)
         else:
             yield from open_files(weight_iterators.in_order(paths), _every)
 
@@ -59,10 +59,14 @@ class _ShardedState(ShardedStateLoader):
 class _RunaiStreamer(RunaiModelStreamerLoader):
     """The loader of streamed safetensors files; those in a folder are read like any others."""
 
-    def _get_weights_iterator(self, model_or_path: str, revision: str | None) -> _Tensors:
+    def _get_weights_iterator(
+        self, model_or_path: str, revision: str | None, *args: Any, **options: Any
+    ) -> _Tensors:
+        # vLLM 0.33 adds which weights a model does not use, to leave out files of those alone.
+        # Deferred tensors that nobody uses are not read anyway.
         open_files = weight_iterators.active()
         if open_files is None:
-            yield from super()._get_weights_iterator(model_or_path, revision)
+            yield from super()._get_weights_iterator(model_or_path, revision, *args, **options)
             return
         if is_runai_obj_uri(model_or_path):
             raise UntraceableError("its weights are streamed from object storage")

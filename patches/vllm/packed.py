@@ -11,7 +11,9 @@ engines in one process take turns: vLLM keeps its forward context in a variable 
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_d
 from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit
 from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import PACKED
 from tensor_dedup.patches.vllm.kernels import (
     holds_memory,
     linear_kernel,
@@ -233,6 +236,21 @@ class PackedGemm(KeyedLayer):
         self.context.session.memory.enter(
             self.weight.name, nbytes, record, made=record is None, sources=self.weight.sources
         )
+
+
+def mark_emptied(layer: nn.Module) -> None:
+    """Let the parameter that vLLM leaves empty stand for the layer's packed weight.
+
+    It is asked anew each time, because a reload packs other weights and keeps the parameter.
+    """
+    weight = layer._parameters.get("weight")
+    if weight is not None and weight.numel() == 0 and packed_linear(layer) is not None:
+        setattr(weight, PACKED, functools.partial(_packed_of, weakref.ref(layer)))
+
+
+def _packed_of(layer: Callable[[], nn.Module | None]) -> object | None:
+    here = layer()
+    return None if here is None else packed_linear(here)
 
 
 @dataclass(slots=True)

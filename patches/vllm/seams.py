@@ -12,6 +12,7 @@ from typing import ClassVar, Final, Literal
 from tensor_dedup.seams import Mismatch, Seam, compare
 
 __all__ = [
+    "NEWEST_VERSION",
     "RECORDED_VERSION",
     "SEAMS",
     "WITHOUT",
@@ -26,9 +27,12 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# Versions of vLLM under which this package was tried, oldest first.
+# The version of vLLM that this package is tested with, and all that have been tried, oldest first.
+# Of the newest only the Python files were.
 RECORDED_VERSION: Final = "0.32"
-EVERY: Final = ("0.26", "0.28", RECORDED_VERSION)
+NEWEST_VERSION: Final = "0.33"
+RECENT: Final = (RECORDED_VERSION, NEWEST_VERSION)
+EVERY: Final = ("0.26", "0.28", *RECENT)
 
 Part = Literal["arguments", "loader", "reload", "updates", "sleep", "profile", "cards"]
 # What a load does without that part; one sentence, so that the log can say it.
@@ -103,7 +107,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         f"{_ARG_UTILS}:EngineArgs.create_engine_config",
         "arguments",
         "wrapped: a stored checkpoint without `tensor_dedup` is refused in words of ours",
-        needs=("self",),
+        "(self, usage_context=None, headless=False)",
     ),
     VllmSeam(
         f"{_LOADERS}:register_model_loader",
@@ -119,6 +123,12 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "(load_config)",
     ),
     VllmSeam(
+        f"{_LOADERS}.default_loader:DefaultModelLoader.__init__",
+        "loader",
+        "overridden: takes our settings out of those of the loader",
+        "(self, load_config)",
+    ),
+    VllmSeam(
         f"{_LOADERS}.base_loader:BaseModelLoader.load_model",
         "loader",
         "overridden: the order of building, loading and processing is the loader's own",
@@ -131,12 +141,13 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "`initialize_model` is called as there",
         "(self, vllm_config, model_config, prefix='')",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.load_weights",
         "loader",
-        "called while source tensors are deferred: filters, checks and tracks as vLLM does",
+        "overridden, and called while source tensors are deferred: filters, checks and tracks as "
+        "vLLM does",
         "(self, model, model_config)",
     ),
     VllmSeam(
@@ -170,24 +181,47 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     ),
     *(
         VllmSeam(
-            f"{_LOADERS}.default_loader:{name}",
+            f"{_LOADERS}.default_loader:{name}_weights_iterator",
             "loader",
-            "replaced: as above, for files of torch.save",
-            needs=("hf_weights_files",),
+            f"replaced: as above, {what}",
+            signature,
+            earlier=earlier,
         )
-        for name in ("pt_weights_iterator", "multi_thread_pt_weights_iterator")
-    ),
-    *(
-        VllmSeam(
-            f"{_LOADERS}.default_loader:{name}",
-            "loader",
-            "replaced: makes a load of ours go on plainly, for it has a way of reading of its own",
-            needs=("hf_weights_files",),
-        )
-        for name in (
-            "np_cache_weights_iterator",
-            "fastsafetensors_weights_iterator",
-            "instanttensor_weights_iterator",
+        for name, what, signature, earlier in (
+            (
+                "pt",
+                "for files of torch.save",
+                "(hf_weights_files, use_tqdm_on_load, pt_load_map_location='cpu')",
+                (),
+            ),
+            (
+                "multi_thread_pt",
+                "for files of torch.save",
+                "(hf_weights_files, use_tqdm_on_load, pt_load_map_location='cpu', max_workers=4)",
+                (),
+            ),
+            (
+                "np_cache",
+                "for files of torch.save, not for the copies of them that vLLM makes",
+                "(model_name_or_path, cache_dir, hf_folder, hf_weights_files, use_tqdm_on_load)",
+                (),
+            ),
+            (
+                "fastsafetensors",
+                "where vLLM reads with a library",
+                "(hf_weights_files, use_tqdm_on_load)",
+                (),
+            ),
+            (
+                "instanttensor",
+                "where vLLM reads with a library",
+                "(hf_weights_files, use_tqdm_on_load, local_expert_ids=None, *, "
+                "load_engram_on_cpu=False)",
+                (
+                    "(hf_weights_files, use_tqdm_on_load, local_expert_ids=None)",
+                    "(hf_weights_files, use_tqdm_on_load)",
+                ),
+            ),
         )
     ),
     VllmSeam(
@@ -221,7 +255,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "stood in for: it compares the bytes of weights that are not there yet",
         "(model, model_config)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_LOADERS}.weight_tying:_get_untied_lm_head",
@@ -229,7 +263,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "called in its stead: which two layers it would compare and tie",
         "(model)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_MODELS}.utils:weights_already_processed",
@@ -237,7 +271,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "entered on a hit: processing sets a layer up without touching its finished weights",
         "()",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_MODELS}.layers.utils:dispatch_cpu_unquantized_gemm",
@@ -253,7 +287,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "called: a fresh kernel shows which attributes processing has set",
         "(self, layer)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_LOADERS}.reload.layerwise:initialize_layerwise_reload",
@@ -268,7 +302,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "relied on: writes weights in kernel format straight into parameters, as above",
         "(vllm_config, model, weights_iterator, weights_path, is_checkpoint_format)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_RUNNER}.gpu_model_runner:GPUModelRunner.reload_weights",
@@ -290,7 +324,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
             "wrapped: what it wrote is copied on write, and what that was before is let go then",
             signature,
             optional=True,
-            versions=(RECORDED_VERSION,),
+            versions=RECENT,
         )
         for name, signature in (
             ("update_weights", "(self, update_info)"),
@@ -303,7 +337,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "wrapped: shared weights, which vLLM's allocator does not know of, leave the GPU first",
         "(self, level=1)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_RUNNER}.gpu_worker:Worker.wake_up",
@@ -311,7 +345,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "wrapped: shared weights come back to their addresses first",
         "(self, tags=None)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_RUNNER}.gpu_worker:Worker.get_draft_model",
@@ -319,7 +353,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "called: an update may be of a speculative model",
         "(self)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",
@@ -327,7 +361,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "wrapped: `/v1/models` tells of layers that a model takes from a base",
         "(self)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     # From here on: what nobody replaces, but is imported, read or called.
     VllmSeam(
@@ -372,7 +406,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "set while we compare a head with the embedding by recipe; where there is none, vLLM does "
         "not compare them",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader",
@@ -387,7 +421,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "it, vLLM on a GPU counts free memory only",
         "(self, vllm_config)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         "vllm.utils.mem_utils:memory_profiling",
@@ -396,7 +430,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "so shared weights count for the engine that made them, and for no other",
         "(baseline_snapshot, weights_memory=0)",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_RUNNER}.utils:request_memory",
@@ -406,20 +440,21 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "(init_snapshot, cache_config, external_weight_memory=0)",
         earlier=("(init_snapshot, cache_config)",),
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.track_weights_loading",
         "loader",
         "overridden: that it is called says that the model tells what it has loaded, so that "
         "what no tensor fills is missing from the checkpoint",
-        needs=("model", "loaded_weights"),
+        "(self, model, loaded_weights, quantized=False)",
+        earlier=("(self, model, loaded_weights)",),
     ),
     VllmSeam(
         f"{_LOADERS}.default_loader:DefaultModelLoader.get_all_weights",
         "loader",
         "overridden: what a reload reads, from the loader of the format that was loaded",
-        needs=("model_config", "model"),
+        "(self, model_config, model)",
     ),
     VllmSeam(
         "vllm.config:SpeculativeConfig",
@@ -432,25 +467,35 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
             target,
             "loader",
             f"{how}; without it that load format is not one of those that share",
+            signature,
+            earlier=earlier,
             optional=True,
-            versions=(RECORDED_VERSION,),
+            versions=RECENT,
         )
-        for target, how in (
+        for target, how, signature, earlier in (
             (
                 f"{_LOADERS}.sharded_state_loader:ShardedStateLoader.iterate_over_files",
                 "overridden: reads the files of a saved state, deferred while a load of ours asks",
+                "(self, paths)",
+                (),
             ),
             (
                 f"{_LOADERS}.sharded_state_loader:ShardedStateLoader._filter_subtensors",
                 "overridden: tells tensors of one memory by address, which deferred ones lack",
+                "(tensors)",
+                (),
             ),
             (
                 f"{_LOADERS}.runai_streamer_loader:RunaiModelStreamerLoader._get_weights_iterator",
                 "overridden: streams files, which in a folder we read by ourselves",
+                "(self, model_or_path, revision, is_unused_weight=None)",
+                ("(self, model_or_path, revision)",),
             ),
             (
                 "vllm.transformers_utils.runai_utils:is_runai_obj_uri",
                 "called: whether files are in a folder or in object storage",
+                "(model_or_path)",
+                (),
             ),
         )
     ),
@@ -472,7 +517,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "read: whether a layer may be given weights that were processed before; where there is "
         "none, it is processed again and shared by content",
         optional=True,
-        versions=(RECORDED_VERSION,),
+        versions=RECENT,
     ),
     *(
         VllmSeam(target, "loader", "named: its layers are shared by key")
@@ -537,7 +582,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
             "looked up: tells which quantised layers a layer key may stand for; where it is "
             "missing, they are shared by content",
             optional=True,
-            versions=(RECORDED_VERSION,),
+            versions=RECENT,
         )
         for target in (
             "kernels.linear.base:MMLinearKernel",

@@ -57,10 +57,10 @@ def _patch(module: ModuleType) -> None:
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def sleep(self: Any, level: int = 1) -> Any:
+    def sleep(self: Any, level: int = 1, *args: Any, **options: Any) -> Any:
         gpu = _gpu_of(self)
         if gpu is None:
-            return original(self, level)
+            return original(self, level, *args, **options)
         if level > 1:
             raise UnsupportedError(
                 f"sleep level {level} discards weights, and tensor_dedup shares them; use level 1, "
@@ -70,7 +70,7 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         try:
             _fall_asleep(self, gpu)
-            return original(self, level)
+            return original(self, level, *args, **options)
         except BaseException:
             # vLLM takes this engine for awake, so it must be, whatever has been unmapped by now.
             if (model := _asleep.get(self)) is not None:
@@ -82,12 +82,12 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+    def wake_up(self: Any, tags: list[str] | None = None, *args: Any, **options: Any) -> Any:
         model = _asleep.get(self)
         if model is not None and (tags is None or "weights" in tags):
             model.wake()  # first, so that one for which there is no room can be tried again
             del _asleep[self]
-        return original(self, tags)
+        return original(self, tags, *args, **options)
 
     return wake_up
 

@@ -165,6 +165,28 @@ def test_another_copy_than_the_loaded_one_is_not_written_to_the_store(
     assert report().models[-1].stored_as is not None
 
 
+def test_a_streamer_that_is_told_which_weights_are_unused_shares_as_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM 0.33 calls its own method, which 0.32 calls with one argument less."""
+
+    def get_all_weights(self: Any, model_config: Any, model: Any) -> Iterator[Any]:
+        yield from self._get_weights_iterator(model_config.model, None, lambda _name: False)
+
+    def files(self: Any, path: str, _revision: object) -> list[str]:  # else by the library
+        return [str(Path(path, checkpoints.WEIGHTS))]
+
+    path = world.alone[checkpoints.WEIGHTS]
+    monkeypatch.setattr(RunaiModelStreamerLoader, "get_all_weights", get_all_weights)
+    monkeypatch.setattr(RunaiModelStreamerLoader, "_prepare_weights", files)
+    first = loads.load(path, {})
+    second = loads.load(path, {}, load_format="runai_streamer")
+
+    assert report().models[-1].skipped == []
+    assert all(engines.forms(second.module, first.module).values())
+    assert_same(second, loads.load(path))
+
+
 # --- an overlay: two files hold one name, and the index says which counts
 
 OVERLAID = "model.layers.1.mlp.down_proj.weight"

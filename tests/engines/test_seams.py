@@ -2,7 +2,10 @@
 
 import ast
 import dataclasses
+import json
 import logging
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +15,9 @@ import pytest
 
 from tensor_dedup.patches import vllm as patches
 from tensor_dedup.patches.vllm import load_formats, plain_loads, seams
-from vllm_runs import engines, plain
+from vllm_runs import engines, plain, seam_walk
 
+ROOT = Path(__file__).parents[2]
 EVERY_TARGET = [each.target for each in seams.SEAMS]
 # Names that say only what a class or a module is called; what we use of it has entries of its own.
 HOLDERS = {
@@ -41,16 +45,41 @@ def test_the_installed_vllm_is_as_recorded(seam: seams.VllmSeam) -> None:
     assert seams.compare(seam) is None
 
 
-def test_every_seam_of_the_newest_version_is_there() -> None:
-    """What may be missing in older versions is in the newest, or the row would say nothing."""
+def test_every_seam_of_the_recorded_version_is_there() -> None:
+    """What may be missing in older versions is in this one, or the row would say nothing."""
     import vllm
 
     if not vllm.__version__.startswith(seams.RECORDED_VERSION):
         pytest.skip(f"vLLM {vllm.__version__} is not {seams.RECORDED_VERSION}")
-    for each in seams.SEAMS:
-        if seams.RECORDED_VERSION in each.versions:
-            strict = dataclasses.replace(each, optional=False)
-            assert seams.compare(strict) is None
+    assert seam_walk.moved(seams.RECORDED_VERSION) == []
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """A folder with the Python files of the newest vLLM over the installed compiled parts."""
+    command = [sys.executable, str(ROOT / "scripts/vllm_sources")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        pytest.skip(f"scripts/vllm_sources cannot fetch vLLM {seams.NEWEST_VERSION}: {last}")
+    return done.stdout.strip()
+
+
+def test_no_seam_has_moved_in_the_newest_version(sources: str) -> None:
+    """Its Python files alone: one that was moved there would be found out by no other test."""
+    path = [sources, str(ROOT / "src"), str(ROOT / "tests/support")]
+    environment = {"PYTHONPATH": os.pathsep.join(path), "VLLM_TARGET_DEVICE": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from vllm_runs import seam_walk; seam_walk.main()"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("version").startswith(f"{seams.NEWEST_VERSION}.")
+    assert found == {"moved": [], "unrecorded": []}
 
 
 def test_every_seam_is_listed_once_and_says_why_and_what() -> None:
@@ -88,20 +117,37 @@ def run_time(tree: ast.AST) -> Iterator[ast.AST]:
             yield from run_time(node)
 
 
-def test_every_function_we_replace_is_listed() -> None:
-    """What is set on something of vLLM's by name: the iterators, and the methods of loaders."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+def test_every_method_and_function_we_replace_is_listed_with_its_signature() -> None:
+    """Whatever class or module it is of; the walk finds the best known of each kind."""
+    seam_walk.install()
+    loader = "vllm.model_executor.model_loader"
+    assert f"{loader}.base_loader:BaseModelLoader.load_model" in seam_walk.overridden()
+    assert f"{loader}.sharded_state_loader:ShardedStateLoader._filter_subtensors" in (
+        seam_walk.overridden()
+    )
+    assert {
+        f"{loader}.default_loader:pt_weights_iterator",
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        "vllm.v1.worker.gpu_worker:Worker.sleep",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",
+        "vllm._custom_ops:create_onednn_scaled_mm",
+    } <= seam_walk.replaced().keys()
 
-    from tensor_dedup.patches.vllm import weight_iterators
-    from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+    assert seam_walk.unrecorded() == []
 
-    listed = {target.rpartition(":")[2].rpartition(".")[2] for target in EVERY_TARGET}
-    overridden = {n for n in vars(TensorDedupLoader) if hasattr(DefaultModelLoader, n)}
-    public = {name for name in overridden if not name.startswith(("__", "_abc"))}
 
-    assert {"load_model", "_get_weights_iterator"} <= public
-    assert public <= listed
-    assert set(weight_iterators.REPLACEMENTS) <= listed
+def test_what_is_replaced_without_a_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    seam_walk.install()
+    rows = {s.target.rpartition(":")[2]: s for s in seams.SEAMS}
+    gone = ("Worker.wake_up", "DefaultModelLoader._prepare_weights", "get_model_loader")
+    kept = tuple(s for s in seams.SEAMS if s not in [rows[name] for name in gone])
+    bare = dataclasses.replace(rows["pt_weights_iterator"], signature="", needs=("a",))
+    kept = tuple(bare if s is rows["pt_weights_iterator"] else s for s in kept)
+    monkeypatch.setattr(seams, "SEAMS", kept)
+
+    names = {each.rpartition(":")[2] for each in seam_walk.unrecorded()}
+    assert names == {*gone, "pt_weights_iterator"}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pickle
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +180,18 @@ def test_what_writes_or_moves_weights_later_is_refused(
         cls(model=model, tensor_dedup=True, **setting)
     with pytest.raises(ConfigError, match=name):
         cls(model=model, load_format=LOAD_FORMAT, **setting)
+
+
+def test_a_sleep_mode_backend_of_its_own_is_refused(model: str) -> None:
+    """An engine argument since vLLM 0.33, where 'cumem' is the default."""
+    for given in (None, "cumem"):
+        arguments.refuse_moving_weights(SimpleNamespace(sleep_mode_backend=given))
+    with pytest.raises(ConfigError, match=r"combine with sleep_mode_backend='criu'.*drop"):
+        arguments.refuse_moving_weights(SimpleNamespace(sleep_mode_backend="criu"))
+    if "sleep_mode_backend" in {field.name for field in dataclasses.fields(EngineArgs)}:
+        assert EngineArgs(model=model, tensor_dedup=True).load_format == LOAD_FORMAT
+        with pytest.raises(ConfigError, match="sleep_mode_backend"):
+            EngineArgs(model=model, tensor_dedup=True, sleep_mode_backend="criu")
 
 
 @pytest.mark.parametrize("cls", CLASSES)
