@@ -137,6 +137,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     model: ModelReport
     registry_bytes: int = 0
     resident_bytes: int = 0
+    largest: tuple[str, ...] = ()
 
     @property
     def place(self) -> tuple[int, int, int]:
@@ -169,9 +170,10 @@ def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[],
     _collection.gauges = (registry_bytes, resident_bytes)
 
 
-def add(model: ModelReport) -> None:
+def add(model: ModelReport, largest: tuple[str, ...] = ()) -> None:
     """Add `model`, the report of a finished load. Safe from any thread.
 
+    `largest` are digests of its largest source tensors, for `loaded_beside` in other processes.
     If `TENSOR_DEDUP_REPORT_DIR` is set, the report is also written to that directory. A write error
     is logged and not raised.
     """
@@ -186,11 +188,32 @@ def add(model: ModelReport) -> None:
             model=model,
             registry_bytes=registry_bytes,
             resident_bytes=resident_bytes,
+            largest=largest,
         )
         _collection.entries.append(entry)
     directory = os.environ.get(REPORT_DIR_VARIABLE)
     if directory:
         _hand_over(entry, Path(directory))
+
+
+def loaded_beside(rank: int, largest: tuple[str, ...]) -> tuple[str, int] | None:
+    """Return the name of a model with some of these tensors in another worker, and its process.
+
+    `largest` are the digests that were given to `add`. Only workers of the process that started
+    this one count, if they still run and have the same rank. Otherwise, and in a process that
+    collects reports itself, the result is None.
+    """
+    directory = os.environ.get(REPORT_DIR_VARIABLE)
+    collects = _collection.own is not None and _collection.own[0] == os.getpid()
+    if not directory or collects:
+        return None
+    for path in _files_in(Path(directory)):
+        entry = _read(path)
+        if entry is None or entry.pid == os.getpid() or entry.model.rank != rank:
+            continue
+        if set(largest) & set(entry.largest) and Path(f"/proc/{entry.pid}").exists():
+            return entry.model.name, entry.pid
+    return None
 
 
 def note(device: str, reason: str) -> None:

@@ -40,7 +40,7 @@ from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
-from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.report import ModelReport, add, loaded_beside
 from tensor_dedup.loader.residents.manager import call_this_process
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.memory_manager.client import AUTO
@@ -134,6 +134,8 @@ class TensorDedupLoader(ReadingLoader):
         AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
 
+    _said_apart = False  # in this process
+
     def __new__(cls, load_config: LoadConfig) -> Any:
         """Return a loader.
 
@@ -150,6 +152,7 @@ class TensorDedupLoader(ReadingLoader):
         self.checkout = stored_in(mine)
         self._folders: dict[str, str] = {}  # where vLLM found a model's weights
         self._paths: dict[str, list[str]] = {}  # and which files they are
+        self._largest: tuple[str, ...] = ()  # of what was loaded: digests
         self._with_base: str | None = None  # the model that takes layers from a base
         self._frozen: FrozenLayers | None = None  # what it took when nothing was deferred
         super().__init__(
@@ -174,8 +177,27 @@ class TensorDedupLoader(ReadingLoader):
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
         self._keep(model_config, report)
-        add(report)
+        add(report, self._largest)
+        self._say_apart(vllm_config, report)
         return model
+
+    def _say_apart(self, vllm_config: VllmConfig, report: ModelReport) -> None:
+        """Warn, once in a process, if only a process of its own keeps this engine from sharing."""
+        if self.dedup.memory_manager is not None or TensorDedupLoader._said_apart:
+            return
+        beside = loaded_beside(report.rank, self._largest)
+        if beside is None:
+            return
+        TensorDedupLoader._said_apart = True
+        parallel = vllm_config.parallel_config
+        ways = "give both tensor_dedup={'memory_manager': 'auto'}"
+        if parallel.world_size == 1 and parallel.data_parallel_size == 1:
+            ways += ", or set VLLM_ENABLE_V1_MULTIPROCESSING=0 before vllm is imported"
+        _log.warning(
+            "%s has weights in common with %s, which is in memory in process %d, and shares none "
+            "of them, because each engine is a process of its own: %s",
+            *(report.name, *beside, ways),
+        )
 
     def _load(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str) -> _Loaded:
         load_formats.tie_again(self._format, model_config)
@@ -434,7 +456,7 @@ class TensorDedupLoader(ReadingLoader):
             ) as run,
             set_default_torch_dtype(dtype),
         ):
-            return load(
+            loaded = load(
                 run,
                 vllm_config,
                 model_config,
@@ -442,6 +464,8 @@ class TensorDedupLoader(ReadingLoader):
                 create=lambda: versions.create_model(self, vllm_config, model_config, prefix),
                 load_weights=lambda model: self._weights_told(model, model_config),
             )
+            self._largest = run.largest()
+            return loaded
 
     def _weights_told(self, model: nn.Module, model_config: ModelConfig) -> bool:
         """Run the model's own loading code; return whether it reported which weights it loaded."""

@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
 
 _PROCESS = "process_weights_after_loading"
+_LARGEST = 16
 # What a model's loading code may raise when it meets a tensor without content.
 _TRACING_ERRORS = (
     RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError,
@@ -501,6 +502,11 @@ class LoadRun:
         report.seconds["hash"] = counters.hash_seconds
         self.say_not_lent(report)
         return report
+
+    def largest(self) -> tuple[str, ...]:
+        """Return the digests of the largest source tensors, as far as they are known."""
+        ordered = sorted(self._sources, key=lambda source: -source.spec.nbytes)
+        return tuple(each.digest for each in ordered[:_LARGEST] if each.digest is not None)
 
     def say_not_lent(self, report: ModelReport) -> None:
         """Add to `report` why tensors are not shared with other processes, or not by leaf.

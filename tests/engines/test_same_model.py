@@ -1,6 +1,9 @@
 """The same model twice: the second load reads no weights and adds none."""
 
 import gc
+import json
+import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,10 +16,13 @@ from demonstration import models
 from files import reads
 from models import tiny_checkpoints as checkpoints
 from tensor_dedup import shares_memory
+from tensor_dedup.loader import report as loader_report
 from tensor_dedup.loader.deferred import evaluate, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents import resident, slab
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
+from tensor_dedup.patches.vllm import arguments
+from tensor_dedup.patches.vllm.loader import TensorDedupLoader
 from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
@@ -88,6 +94,43 @@ def test_an_emptied_parameter_shares_what_its_packed_weight_does(tiny: Path) -> 
     assert not shares_memory(mine[first], theirs[first])
     assert shares_memory(mine[second], theirs[second])
     engines.drop(one, other)
+
+
+@pytest.mark.parametrize("beside", ["a worker", "one that has ended", "another model"])
+def test_an_engine_that_only_its_process_keeps_from_sharing_says_so_once(
+    beside: str,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As in the process of a second engine, beside the first one's report."""
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    monkeypatch.setenv(loader_report.REPORT_DIR_VARIABLE, str(reports))
+    monkeypatch.setattr(TensorDedupLoader, "_said_apart", False)
+    monkeypatch.setattr(arguments, "share_with_workers", lambda: None)
+    monkeypatch.setattr(loader_report._collection, "own", None)
+    first = engines.sharing(tiny)
+    [file] = reports.iterdir()
+    held = json.loads(file.read_bytes())
+    assert held["largest"]
+    held["pid"] = 2**22 + 1 if beside == "one that has ended" else os.getppid()
+    if beside == "another model":
+        held["largest"] = ["00" * 32]
+    file.unlink()
+    (reports / f"{held['pid']}-1.json").write_text(json.dumps(held))
+
+    with caplog.at_level(logging.WARNING):
+        again = [engines.sharing(tiny), engines.sharing(tiny)]
+
+    said = [each.getMessage() for each in caplog.records if "own" in each.getMessage()]
+    assert len(said) == (1 if beside == "a worker" else 0)
+    for text in said:
+        assert f"in process {os.getppid()}" in text
+        assert "VLLM_ENABLE_V1_MULTIPROCESSING=0" in text
+        assert "memory_manager" in text
+    engines.drop(first, *again)
 
 
 @pytest.fixture
