@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from store_runs.clocks import JUMPS, ClockedFiles, SetClock
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock, stand_still
 from store_runs.disk_faults import (
     CHANGES,
     NEEDS_SPACE,
@@ -56,6 +56,11 @@ CONFIG = {"config.json": "{}"}
 _READS_TRIED = 7
 # Of the changes of an act short forms try one in so many; of this one the most.
 _MOST, _ONE_IN_OF_MOST, _ONE_IN = "next save", 2, 8
+
+
+@pytest.fixture(autouse=True)
+def _equal_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_still(monkeypatch)
 
 
 @cache
