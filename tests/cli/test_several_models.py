@@ -1,6 +1,7 @@
 """Folders of other tools on the command line: several models, other tools' stores, parts of one."""
 
 import json
+import re
 import struct
 import subprocess
 from collections.abc import Callable, Mapping
@@ -184,6 +185,22 @@ def test_an_export_holds_the_files_under_plain_names(tmp_path: Path) -> None:
     assert tensors["blk.1.a"].view(torch.float32).tolist() == [2.0] * 8
 
 
+def test_an_export_of_several_models_repairs_the_store(tmp_path: Path) -> None:
+    layers = [("model", ALPHA), ("draft", BETA)]
+    manifest = ollama_model(tmp_path / "o", "registry.ollama.ai/library/m/latest", layers)
+    where = ("--store", tmp_path / "store")
+    document("import", manifest, *where)
+    document("export", "m/latest", tmp_path / "out", *where)
+    assert "2 models in this folder" in run("import", tmp_path / "out", *where).stderr
+    for path in (tmp_path / "store" / "containers").glob("*/*"):
+        path.unlink()
+    assert run("verify", *where).returncode == 1
+    # The small files are in no model of the folder.
+    assert run("repair", "--from", tmp_path / "out", "--from", manifest, *where).returncode == 0
+    document("export", "m/latest", tmp_path / "again", *where)
+    assert content(tmp_path / "again") == content(tmp_path / "out")
+
+
 def test_text_and_page_call_models_by_the_names_of_their_tool(tmp_path: Path) -> None:
     root = docker(tmp_path / "given")
     page = tmp_path / "page.html"
@@ -218,6 +235,28 @@ def test_names_that_several_would_have_are_told_apart(
     assert [each["name"] for each in done] == [
         f"org/repo-GGUF/{name}" for name in ("m.Q4_K_M", "m.Q8_0", "mmproj")
     ]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_no_model_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    files = {"m (Q4).gguf": ALPHA, "m [Q4].gguf": BETA, "n.gguf": ALPHA}
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    root = tmp_path / "hub" / "models--org--repo" / "snapshots" / "1" if cached else tmp_path / "r"
+    for name, data in files.items():
+        write(root / name, data)
+    store, given = tmp_path / "store", ("--hub-cache",) if cached else (root, "--all-models")
+    done = document("import", *given, "--replace", "--store", store)["imported"]
+    names = [each["name"] for each in document("list", "--store", store)["checkpoints"]]
+    assert len(names) == len(done) == len(files)
+    marked = [name for name in names if re.search(r"gguf-[0-9a-f]{8}$", name)]
+    assert [Path(name).name[:-9] for name in marked] == ["m-Q4-.gguf", "m-Q4-.gguf"]
+    held: list[tuple[str, bytes]] = []
+    for name in names:
+        run("export", name, tmp_path / "out" / name, "--store", store)
+        held += content(tmp_path / "out" / name).items()
+    assert sorted(held) == sorted(files.items())
 
 
 def test_each_model_of_a_cached_repository_is_indexed(

@@ -2,12 +2,14 @@
 
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from files.gguf_files import entry, file_of, info
 from files.model_store_files import (
     MANIFEST_LIST,
     OLLAMA,
@@ -90,6 +92,36 @@ def test_a_model_of_many_layers_is_numbered(tmp_path: Path) -> None:
     path = ollama_model(tmp_path, f"{LIBRARY}/mlx/latest", tensors)
     assert names(path) == [f"layers.{n}.w" for n in range(3)]
     assert list(exported(path))[:3] == [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+
+
+def split(parts: Mapping[int, str], count: int) -> list[tuple[str, bytes]]:
+    """Layers that are parts of a split model, each with one tensor."""
+    layers = []
+    for number, name in parts.items():
+        entries = [
+            entry(key, 2, struct.pack("<H", value))
+            for key, value in (("split.no", number - 1), ("split.count", count))
+        ]
+        layers.append(("gguf.v3", file_of(entries, [info(name, (8,))], b"\0" * 32)))
+    return layers
+
+
+def test_a_split_model_has_all_its_parts(tmp_path: Path) -> None:
+    path = docker_model(tmp_path, "ai/m:latest", split({1: "a", 2: "b"}, 2))
+    assert names(path) == ["a", "b"]
+    assert [name for name in exported(path) if name.endswith(".gguf")] == [
+        "model-00001-of-00002.gguf",
+        "model-00002-of-00002.gguf",
+    ]
+
+
+@pytest.mark.parametrize("parts", [{1: "a"}, {1: "a", 3: "c"}, {2: "b", 1: "a", 3: "c"}])
+def test_a_split_model_without_a_part_or_in_another_order_is_refused(
+    tmp_path: Path, parts: Mapping[int, str]
+) -> None:
+    path = docker_model(tmp_path, "ai/m:latest", split(parts, 3))
+    with refused(CheckpointFault.PART, match=r"model.*gguf"):
+        open_checkpoint(path)
 
 
 def test_equal_layers_are_one_file(tmp_path: Path) -> None:

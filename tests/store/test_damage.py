@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import sqlite3
+import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any, cast
 
 import pytest
 
+from files.gguf_files import entry, file_of, info
 from store_runs.damage import PLACES, flip, manifest_of, one
 from store_runs.disk_faults import FaultyFiles
 from store_runs.stores import (
     KIB,
+    MIB,
     Content,
     assert_clean,
     assert_holds,
@@ -441,6 +444,28 @@ def test_a_broken_list_of_bad_places_is_made_anew(
     assert {fault.kind for fault in store.verify().faults} >= {"list"}
     assert store.repair([paths["base"]]).missing == []
     assert_clean(store, expected)
+
+
+def test_a_part_of_a_model_is_found_in_a_file_without_its_table(tmp_path: Path) -> None:
+    """The container of a part is not called as the part is, and holds no other part."""
+    parts = {}
+    for number, name in enumerate("ab"):
+        entries = [
+            entry(key, 2, struct.pack("<H", value))
+            for key, value in (("split.no", number), ("split.count", 2))
+        ]
+        data = file_of(entries, [info(name, (MIB // 4,))], noise(80 + number, MIB))
+        parts[f"m-0000{number + 1}-of-00002.gguf"] = data
+    source = write(tmp_path / "m", parts)
+    store = open_store(tmp_path / "store")
+    store.import_(source)
+    raw = sorted(store.path.glob("containers/*/*.raw"))
+    assert len(raw) == 2
+    for path in raw:
+        flip(path.with_name(f"{path.name}.table"), 60)
+    assert not store.verify(full=True).fine
+    assert store.repair().missing == []
+    assert_clean(store, {"m": parts})
 
 
 def test_the_trash_is_asked_before_anybody_else(store: Store) -> None:

@@ -50,13 +50,18 @@ from tensor_dedup.store import (
     VerifyResult,
 )
 from tensor_dedup.store.errors import NameTakenError, NoStoreError, RunNameError
-from tensor_dedup.store.format.names import fit, own_name, stem_of
+from tensor_dedup.store.format.names import own_name
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.cache_copies import CacheCopies
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 from tensor_dedup.store.upkeep.usage import Usage
-from tensor_dedup.store.writing.sources import HubSnapshot, models_at, snapshots
+from tensor_dedup.store.writing.sources import (
+    HubSnapshot,
+    models_at,
+    names_within,
+    snapshots,
+)
 from tensor_dedup.text_table import human
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -513,9 +518,10 @@ class _CacheImport:
                     dry_run=self._dry_run,
                 )
         except SeveralModelsError as error:
-            for path in map(Path, error.models):
-                inside = path.relative_to(snapshot.path).with_name(stem_of(path))
-                self.take(HubSnapshot(path, fit(f"{snapshot.name}/{inside.as_posix()}")))
+            models = [Path(each) for each in error.models]
+            inside = [path.relative_to(snapshot.path) for path in models]
+            for path, name in zip(models, names_within(snapshot.name, inside), strict=True):
+                self.take(HubSnapshot(path, name))
         except (NameTakenError, CheckpointNotFoundError, UnsupportedError) as error:
             self.left_out[snapshot.name] = str(error)
         except TensorDedupError as error:

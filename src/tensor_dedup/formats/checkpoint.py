@@ -225,7 +225,18 @@ def _open_model(manifest: Path, follow_links: bool) -> Checkpoint:
         for each in model.weights
     ]
     _refuse_repeated(files)
+    _check_parts(manifest, [each.name for each in model.weights], files)
     return Checkpoint(manifest, tuple(files), model.links, name=model.name)
+
+
+def _check_parts(manifest: Path, names: list[str], files: list[CheckpointFile]) -> None:
+    """Check that a manifest names all parts of a split GGUF model, as `names` number them."""
+    headers: dict[str, dict[str, Header]] = {}
+    for name, file in zip(names, files, strict=True):
+        headers.setdefault(file.prefix, {})[PurePosixPath(name).name] = file.header
+    for name, file in zip(names, files, strict=True):
+        if part := GgufPart.of(manifest / name, file.header):
+            part.check(headers[file.prefix])
 
 
 def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":

@@ -31,6 +31,7 @@ _MANIFESTS: Final = ("manifests", "manifests-v2")
 _BLOBS: Final = "blobs"
 _MODELS: Final = "models"
 _NAMES: Final = "models.json"
+_MANIFEST: Final = "manifest.json"  # what an export calls it
 _DIGEST = re.compile(r"sha256[:-](?P<hex>[0-9a-f]{64})")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _ALGORITHM: Final = "sha256"
@@ -137,7 +138,7 @@ def open_model(path: Path, *, follow_links: bool = False) -> ModelInStore:
             "version does not read); name another one",
             path=str(path),
         )
-    others.append(ModelFile(path, "manifest.json"))
+    others.append(ModelFile(path, _MANIFEST))
     return ModelInStore(path, _name(place, links), tuple(weights), tuple(others), links)
 
 
@@ -291,8 +292,8 @@ def _files(
     config = content.get("config")
     if isinstance(config, dict) and config.get("digest"):
         others.append((_checked(config, place, links, path), "manifest-config.json"))
-    taken = {"manifest.json"}
-    return _numbered(weights, taken), _numbered(others, taken)
+    names = _Names()
+    return _numbered(weights, names), _numbered(others, names)
 
 
 def _checked(layer: dict[str, Any], place: _Place, links: LinkBoundary, path: Path) -> Path:
@@ -356,36 +357,37 @@ def _suffix(blob: Path, links: LinkBoundary) -> str:
     return ".gguf" if head == gguf.MAGIC else ".safetensors"
 
 
-def _numbered(files: list[tuple[Path, str]], taken: set[str]) -> list[ModelFile]:
-    """Give files of one name the names of shards. `taken` are the names in use; it grows."""
-    by_name: dict[str, list[Path]] = {}
+class _Names:
+    """The names that a model's files have so far."""
+
+    def __init__(self) -> None:
+        self._files = {_MANIFEST}
+        self._folders = set[str]()
+
+    def take(self, name: str) -> str:
+        """Return a free name, `name` or one like it: no file twice, and none that is a folder."""
+        flat = name.replace("/", "-")
+        for each in chain([name], (f"{number}-{flat}" for number in count(2))):
+            above = {str(parent) for parent in PurePosixPath(each).parents}
+            if not (each in self._files or each in self._folders or above & self._files):
+                self._files.add(each)
+                self._folders |= above
+                return each
+        raise AssertionError
+
+
+def _numbered(files: list[tuple[Path, str]], names: _Names) -> list[ModelFile]:
+    """Give each file a name of its own. Files of one name get the names of shards."""
+    by_name: dict[str, dict[Path, None]] = {}
     for blob, name in files:
-        held = by_name.setdefault(name, [])
-        if blob not in held:
-            held.append(blob)
+        by_name.setdefault(name, {})[blob] = None
     found = []
     for name, blobs in by_name.items():
         stem, dot, suffix = name.rpartition(".")
         for number, blob in enumerate(blobs, 1):
             shard = f"{stem}-{number:05}-of-{len(blobs):05}{dot}{suffix}"
-            one = _free(name if len(blobs) == 1 else shard, taken)
-            taken.add(one)
-            found.append(ModelFile(blob, one))
+            found.append(ModelFile(blob, names.take(name if len(blobs) == 1 else shard)))
     return found
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """The name, or one like it, so that no file is there twice or stands where a folder is."""
-    flat = name.replace("/", "-")
-    for each in chain([name], (f"{number}-{flat}" for number in count(2))):
-        above = {str(parent) for parent in PurePosixPath(each).parents}
-        if each not in taken and not above & taken and not _is_folder(each, taken):
-            return each
-    raise AssertionError
-
-
-def _is_folder(name: str, taken: set[str]) -> bool:
-    return any(other.startswith(f"{name}/") for other in taken)
 
 
 def _wrong(path: Path, what: str, **facts: object) -> CheckpointFilesError:

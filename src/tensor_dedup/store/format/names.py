@@ -103,7 +103,7 @@ def own_name(path: Path) -> str:
     return stem_of(path)
 
 
-def stem_of(path: Path) -> str:
+def stem_of(path: PurePath) -> str:
     """Return the name of a file of weights without its suffix and the number of a GGUF part.
 
     For another file or a folder, that is its whole name.
@@ -113,16 +113,16 @@ def stem_of(path: Path) -> str:
     return path.stem if path.suffix in SUFFIXES else path.name
 
 
-def fit(text: str) -> str:
+def fit(text: str, *, marked: bool = False) -> str:
     """Return `text` as a checkpoint name, with the replacements that `name_of` describes.
 
-    The end of a long text is cut.
+    The end of a long text is cut. With `marked`, the digits of the digest end the name in any case.
     """
     apart = unicodedata.normalize("NFKD", text)
     letters = "".join(each for each in apart if not unicodedata.combining(each))
     parts = [_UNFIT.sub("-", part).lstrip(".@+=-") for part in letters.split("/")]
     name = "/".join(part for part in parts if part)
-    if not (name and letters.isascii()):
+    if marked or not (name and letters.isascii()):
         # Of one form, since file systems differ in which they keep.
         same = unicodedata.normalize("NFC", text).encode("utf-8", "surrogatepass")
         name = shortened(name.rstrip("-") or "checkpoint", f"-{digest(same)[:_MARKED]}")

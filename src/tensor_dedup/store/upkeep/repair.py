@@ -36,6 +36,8 @@ from tensor_dedup.store.writing.sources import (
     ImportSource,
     Segment,
     notes_of,
+    paths_of_models,
+    read_file,
     read_source,
 )
 
@@ -84,14 +86,16 @@ class Repair:
     def run(self, paths: Sequence[Path]) -> RepairResult:
         """Restore what can be restored, also from the checkpoints at `paths`; return the result.
 
-        Each path may have any form that can be imported.
+        Each path may have any form that can be imported. A folder of several models stands for all
+        of them.
 
         Raises:
             CheckpointError, UnsupportedError: A path does not lead to a checkpoint; nothing was
                 restored.
         """
         # Links may lead anywhere: nothing comes back that the store has not had.
-        given = [read_source(self._objects.files, path, follow_links=True) for path in paths]
+        models = [each for path in paths for each in paths_of_models(path, follow_links=True)]
+        given = [read_source(self._objects.files, path, follow_links=True) for path in models]
         self._drop_broken_lists()
         self._check(Level(0))
         found = take_inventory(self._objects)
@@ -106,7 +110,7 @@ class Repair:
         self._index.refresh()
         self._result.missing = _missing(take_inventory(self._objects))
         if self._result.missing and given:
-            self._from_all_files(paths)
+            self._from_all_files(models)
         if self._result.missing:
             self._result.missing += self._unreadable
         return self._result
@@ -256,14 +260,14 @@ class Repair:
             if container.kind == EXTERNAL and any(r.digest in exposed for r in table.records):
                 path = self._objects.containers.data_path(container, table)
                 with suppress(CheckpointError, UnsupportedError), _tolerating_lost_pages():
-                    yield read_source(self._objects.files, path)
+                    yield read_file(path)
         if not found.lost():
             return
         for name in self._objects.files.listdir(self._objects.layout.quarantine):
             if name.endswith(".raw"):
                 path = self._objects.layout.quarantine / name
                 with suppress(CheckpointError, UnsupportedError), _tolerating_lost_pages():
-                    yield read_source(self._objects.files, path)
+                    yield read_file(path)
 
     def _from_source(self, source: ImportSource) -> None:
         hashed = [self._hash(file) for file in source.files]

@@ -1,8 +1,9 @@
 """The files of an import, which lie at a path or in a Hugging Face cache."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from tensor_dedup.errors import (
     ChangedFileError,
@@ -21,7 +22,7 @@ from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.model_stores import is_manifest, open_model
 from tensor_dedup.formats.weight_choice import is_index, why_left_out
-from tensor_dedup.formats.weights import Header, aliases_in
+from tensor_dedup.formats.weights import Header, aliases_in, read_header
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.store.format.manifests import import_notes
 from tensor_dedup.store.format.names import fit, name_of, shortened, stem_of
@@ -116,6 +117,18 @@ def read_source(
     return _folder(files, checkpoint, all_files)
 
 
+def read_file(path: Path) -> ImportSource:
+    """Return a single file of weights as it is, whatever checkpoint it may be a part of.
+
+    Raises:
+        CheckpointNotFoundError: The file cannot be opened.
+        FormatError: The file is malformed.
+    """
+    header = read_header(path)
+    segments = segments_of(header)
+    return ImportSource((ImportFile(path, path.name, "", segments, True, aliases_in(header)),), ())
+
+
 def _model(files: Files, checkpoint: Checkpoint, follow_links: bool) -> ImportSource:
     model = open_model(checkpoint.path, follow_links=follow_links)
     if [file.path for file in checkpoint.files] != [each.path for each in model.weights]:
@@ -175,11 +188,8 @@ def models_at(path: Path, *, follow_links: bool = False) -> list[tuple[Path, str
     The names are those that each gets alone if these differ. Otherwise each is the name of the
     folder and the model's path in it. Raises the errors of `open_checkpoint`.
     """
-    try:
-        open_checkpoint(path, follow_links=follow_links)
-    except SeveralModelsError as error:
-        models = [Path(each).absolute() for each in error.models]
-    else:
+    models = paths_of_models(path, follow_links=follow_links)
+    if models == [path]:
         return [(path, default_name(path.absolute(), follow_links=follow_links))]
     names = []
     for each in models:
@@ -188,10 +198,36 @@ def models_at(path: Path, *, follow_links: bool = False) -> list[tuple[Path, str
         except FormatError:  # of a manifest; its import will say so
             names.append(fit(f"{each.parent.name}/{each.name}"))
     if len({*names}) < len(names):
-        folder = name_of(path.absolute())
-        inside = (each.relative_to(path.absolute()).with_name(stem_of(each)) for each in models)
-        names = [fit(f"{folder}/{each.as_posix()}") for each in inside]
+        inside = [each.relative_to(path.absolute()) for each in models]
+        names = names_within(name_of(path.absolute()), inside)
     return list(zip(models, names, strict=True))
+
+
+def paths_of_models(path: Path, *, follow_links: bool = False) -> list[Path]:
+    """Return the path of each model at `path`; only `path`, if it is a single checkpoint.
+
+    Raises the errors of `open_checkpoint`.
+    """
+    try:
+        open_checkpoint(path, follow_links=follow_links)
+    except SeveralModelsError as error:
+        return [Path(each).absolute() for each in error.models]
+    return [path]
+
+
+def names_within(folder: str, models: Sequence[PurePath]) -> list[str]:
+    """Return a name in a store for each of several models in one folder; no two are equal.
+
+    `folder` is the folder's name in the store, and `models` are the paths of the models in it. A
+    name is made of both. Those that would be equal, such as the names of `m (1).gguf` and
+    `m [1].gguf`, end in digits of the digest of the path.
+    """
+    names = [fit(f"{folder}/{each.with_name(stem_of(each)).as_posix()}") for each in models]
+    times = Counter(names)
+    return [
+        name if times[name] == 1 else fit(f"{folder}/{each.as_posix()}", marked=True)
+        for name, each in zip(names, models, strict=True)
+    ]
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
