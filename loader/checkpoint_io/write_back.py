@@ -71,13 +71,16 @@ def _keep(store: LocalStore, folder: Path, *, trust: bool) -> str:
         return store.import_(folder, name, hints=hints).name
     # Where hints know the files, this reads no tensor. A hint that errs makes us keep an older
     # state of the files under its name, and nothing else.
-    manifest = store.expected_manifest(folder, hints.known if trust else _nothing)
+    with store.checkpoint(name) as checkpoint:
+        all_files = any(file.opaque for file in checkpoint.files)
+    known = hints.known if trust else _nothing
+    manifest = store.expected_manifest(folder, known, all_files=all_files)
     if held == manifest:
         return name
     marked = shortened(name, f"@{manifest[:_MARK]}")
     if store.manifest(marked) == manifest:
         return marked
-    result = store.import_(folder, marked, hints=hints)
+    result = store.import_(folder, marked, hints=hints, all_files=all_files)
     if result.manifest != manifest:
         raise NameTakenError.at(store.path, f"{folder} changed while it was stored as {marked!r}")
     return marked

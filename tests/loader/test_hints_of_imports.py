@@ -80,6 +80,16 @@ def test_known_digests_tell_the_manifest_without_reading(
     assert store.manifest("nobody") is None
 
 
+def test_what_an_import_of_all_files_holds_is_kept_already(model: Path, tmp_path: Path) -> None:
+    (model / "optimizer.pt").write_bytes(b"state")
+    with Store.open(tmp_path / "store") as store:
+        assert store.import_(model, all_files=True).left_out == ()
+        report = ModelReport()
+        keep(str(tmp_path / "store"), model, report, trust=False)
+        assert (report.stored_as, report.skipped) == ("model", [])
+        assert store.names() == ["model"]
+
+
 def test_keeping_never_replaces_what_another_folder_put_there(model: Path, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     file = stores.safetensors(stores.u8(a=B, b=A))

@@ -200,20 +200,22 @@ class LocalStore:
                 dry_run=dry_run,
             )
 
-    def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
+    def expected_manifest(
+        self, path: StrPath, known: KnownDigests, *, all_files: bool = False
+    ) -> str:
         """Return the name of the manifest that an import of `path` would make. Write nothing.
 
         If the result equals `manifest(name)`, the checkpoint `name` has the same files already.
         `known(path, fd)` returns the digests that the caller knows of an open file, as a mapping
-        from (start, nbytes) to digests. Other parts of the file are hashed.
+        from (start, nbytes) to digests. Other parts of the file are hashed. `all_files` is that of
+        `import_`.
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
         """
         with self.handle.session() as (_, hasher):
-            return expected_manifest(
-                self.handle.files, hasher, read_source(self.handle.files, Path(path)), known
-            )
+            source = read_source(self.handle.files, Path(path), all_files=all_files)
+            return expected_manifest(self.handle.files, hasher, source, known)
 
     def cache_copies(
         self,
