@@ -89,6 +89,7 @@ class Connection:
                     self.close()
             finally:
                 self._lock.release()
+            self._send_releases_if_free()
         return self.alive
 
     def fileno(self) -> int:

@@ -254,6 +254,29 @@ def test_a_reader_that_went_away_is_no_failure_of_ours(
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("typed", "status", "said"),
+    [
+        ("list >&-", 0, ""),
+        ("delete m <&-", 2, "Refusing without confirmation; pass --yes."),
+        ("--help >/dev/full", 1, "Error: [Errno 28] No space left on device"),
+    ],
+)
+def test_closed_and_full_streams_end_in_no_traceback(
+    read_by_nobody: dict[str, str], typed: str, status: int, said: str
+) -> None:
+    words, stream = typed.rsplit(" ", 1)
+    line = f"{sys.executable} -c 'from tensor_dedup.cli import main; main()' {words} {stream}"
+    done = subprocess.run(
+        line, env=read_by_nobody, shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == status
+    assert done.stderr.strip().endswith(said)
+    assert "Traceback" not in done.stderr
+    if not said:
+        assert done.stderr == ""
+
+
 def test_a_bug_is_not_dressed_up_as_wrong_data() -> None:
     result = CliRunner().invoke(failing(ZeroDivisionError()), [])
     assert isinstance(result.exception, ZeroDivisionError)

@@ -15,7 +15,7 @@ from manager_runs import managers
 from processes import process_state
 from project import package_source
 from tensor_dedup.digest import digest
-from tensor_dedup.memory_manager.client import Client, connect, watch
+from tensor_dedup.memory_manager.client import Client, connect, connection, watch
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import (
     LeaseClosedError,
@@ -208,6 +208,22 @@ def test_a_forked_child_has_the_memory_and_not_the_connection(manager: managers.
     # The parent's leases do not live as long as its children.
     managers.until(lambda: manager.overview().totals.leases == 0)
     child.join()
+
+
+def test_a_lease_that_ends_while_the_connection_is_checked_is_given_back(
+    manager: managers.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager.client() as client:
+        [lease] = managers.build(client, "k", managers.pattern(1, SMALL))
+        is_gone = connection._has_hung_up
+
+        def collected_meanwhile(fd: int) -> bool:
+            lease.close()
+            return is_gone(fd)
+
+        monkeypatch.setattr(connection, "_has_hung_up", collected_meanwhile)
+        assert client.reconnect() == 0  # it looks at the connection, and that is good
+        managers.until(lambda: manager.overview().totals.leases == 0, 2)
 
 
 def test_a_forked_child_may_have_leases_of_its_own(manager: managers.Manager) -> None:

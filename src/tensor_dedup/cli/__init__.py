@@ -331,6 +331,16 @@ def _use_what_streams_can_show() -> None:
             stream.reconfigure(encoding="ascii" if plain else None, errors="backslashreplace")
 
 
+def _open_closed_streams() -> None:
+    """Open the null device in place of each standard stream that the caller has closed.
+
+    Python has None there, and the next file that is opened would get the stream's number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123
+
+
 @contextmanager
 def _reader_may_leave() -> Iterator[None]:
     """End the program as SIGPIPE would, with 141 and without a message, if its pipe was closed."""
@@ -352,7 +362,8 @@ class Program(Verbs):
     """A click group that ends with one line and an exit status on errors and on Ctrl-C."""
 
     def make_context(self, *args: Any, **more: Any) -> click.Context:
-        with _reader_may_leave():  # `--help` is printed here
+        _open_closed_streams()
+        with data_errors(), _reader_may_leave():  # `--help` is printed here
             return super().make_context(*args, **more)
 
     def invoke(self, ctx: click.Context) -> object:
