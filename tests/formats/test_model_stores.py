@@ -45,6 +45,8 @@ def listed(folder: Path) -> dict[str, str]:
     for path in caught.value.models:
         found[path] = open_checkpoint(path).name
         assert f"{path} ({found[path]})" in str(caught.value)
+    count = f"with {len(found)} models: " if len(found) > 1 else "with 1 model: "
+    assert count in str(caught.value)
     return found
 
 

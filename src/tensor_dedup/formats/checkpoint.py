@@ -208,7 +208,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
     if is_manifest(root):
         return _open_model(root, follow_links)
     if root.is_dir() and (models := models_in(root, follow_links=follow_links)):
-        what = f"the store of another tool, with {len(models)} models"
+        count = f"{len(models)} models" if len(models) > 1 else "1 model"
+        what = f"the store of another tool, with {count}"
         raise SeveralModelsError.of(str(root), what, models)
     folder = root if root.is_dir() else root.parent
     links = ANYWHERE if follow_links else LinkBoundary.around(folder)
