@@ -429,6 +429,8 @@ def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.Monke
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     dry = shell.run("import", "--hub-cache", "--dry-run", "--json")
     assert not shell.store.exists()
+    assert json.loads(dry.stdout)["twice_bytes"] is None
+    assert "twice on disk" not in shell.run("import", "--hub-cache", "--dry-run").stdout
     run = shell.run("import", "--hub-cache", "--json")
     document = json.loads(run.stdout)
     planned = json.loads(dry.stdout)
@@ -443,7 +445,9 @@ def test_a_hub_cache_is_indexed_in_place(shell: Shell, monkeypatch: pytest.Monke
     assert list(document["left_out"]) == ["org/old@abc"]
     assert size_on_disk(shell.store / "containers") < 30 * KIB
     (bad / "model.safetensors").unlink()
+    planned = shell.document("import", "--hub-cache", "--dry-run")
     again = shell.document("import", "--hub-cache")
+    assert planned["twice_bytes"] == again["twice_bytes"] > 0
     assert again["imported"] == []
     assert "it is in the store already" in again["left_out"]["org/name@abc"]
     shell.run("export", "org/name@def", shell.root / "out")

@@ -301,7 +301,8 @@ def import_(
     of your files. If you trust the folder, pass --follow-links.
 
     With --dry-run, the files are hashed and looked up, and nothing is written to the store. What
-    --compress and equal pieces of 2 MiB would save is not known then.
+    --compress and equal pieces of 2 MiB would save, what several models have in common, and how
+    much of a newly indexed cache is on the disk twice is not known then.
     """
     if (external or hub_cache) and compress is not None:
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
@@ -470,7 +471,11 @@ def import_cache(
         "failed": work.failed,
         **copies.to_dict(),
     }
-    say(document, as_json, *work.lines(), *_copies_lines(copies, dedup))
+    lines = _copies_lines(copies, dedup)
+    if dry_run and work.done:
+        # The store has no manifests of these snapshots, so `copies` does not cover them.
+        document["twice_bytes"], lines = None, []
+    say(document, as_json, *work.lines(), *lines)
     if work.failed:
         raise Failure(f"{len(work.failed)} of {len(found)} snapshots could not be imported")
 
