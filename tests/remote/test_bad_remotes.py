@@ -717,8 +717,9 @@ def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ran
         other.pull(url, "mine")
         assert stored(other, "mine") == content(tmp_path / "tiny")
         store.import_(tmp_path / "base", "base")
-        with pytest.raises(ReadOnlyRemoteError):
-            store.push(url, "base")
+        for dry_run in (True, False):
+            with pytest.raises(ReadOnlyRemoteError):
+                store.push(url, "base", dry_run=dry_run)
 
 
 def test_a_server_without_ranges_sends_each_container_once(

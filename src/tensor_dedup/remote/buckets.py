@@ -122,6 +122,15 @@ class Bucket(ABC):
         """Return the URL of the object under `key`, for messages."""
         return f"{self.url}/{key}"
 
+    def check_writable(self) -> None:
+        """Check that objects can be written to buckets of this kind.
+
+        Raises:
+            ReadOnlyRemoteError: The bucket is that of a plain web server.
+        """
+        if self.read_only:
+            raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
+
     def foreign(self) -> str | None:
         """Return the name of a file or folder in the bucket that is not part of a remote, or None.
 
@@ -648,7 +657,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        self._check_writable()
+        self.check_writable()
         if isinstance(chunks, Sequence):
             data = chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
             store = self._store if data.nbytes <= _SHORT_BYTES else self._sending_store
@@ -680,7 +689,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        self._check_writable()
+        self.check_writable()
         is_short = data.nbytes <= _SHORT_BYTES
         try:
             with self._translated(key):
@@ -697,7 +706,7 @@ class ServerBucket(Bucket):
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        self._check_writable()
+        self.check_writable()
         self.traffic.add(sent=len(data))
         try:
             with self._translated(key, AlreadyExistsError, PreconditionError):
@@ -726,7 +735,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        self._check_writable()
+        self.check_writable()
         self.traffic.add()
         try:
             with self._translated(key):
@@ -738,7 +747,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        self._check_writable()
+        self.check_writable()
         self.traffic.add()
         try:
             with self._translated(key):
@@ -749,10 +758,6 @@ class ServerBucket(Bucket):
             self.delete(key)
             return False
         return True
-
-    def _check_writable(self) -> None:
-        if self.read_only:
-            raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
 
 
 def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "ObjectStore":

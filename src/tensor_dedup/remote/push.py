@@ -210,6 +210,7 @@ class _Push:
     def _count(self) -> None:
         """Count what is missing there, as `_send` would find it."""
         bucket = self._bucket
+        bucket.check_writable()
         missing = {*self._sizes}
         if not is_free(bucket):
             mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
