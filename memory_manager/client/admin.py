@@ -103,9 +103,10 @@ class Admin:
     def evict(self, name: str) -> Done:
         """Free the slabs (blocks of memory) with the tensors of a checkpoint.
 
-        A slab is kept if any tensor in it is in use or pinned. `name` is the name of a checkpoint
-        or the digest of one tensor. Return the number of tensors freed, and the bytes of the freed
-        slabs. Both are 0 if nothing was freed.
+        `name` is the name of a checkpoint or the digest of one tensor. A slab is kept if any tensor
+        in it is in use or pinned and, unless `name` is a digest, if another checkpoint has a tensor
+        in it. Return the number of tensors freed, and the bytes of the freed slabs. Both are 0 if
+        nothing was freed.
         """
         return self._connection.ask(Evict(name), Done)[0]
 

@@ -326,8 +326,9 @@ class Client:
     def evict(self, name: str) -> int:
         """Free the slabs (blocks of memory) with the tensors of a checkpoint.
 
-        A slab is kept if any tensor in it is in use or pinned. `name` is the name of a checkpoint
-        or the digest of one tensor. Return the bytes of the freed slabs.
+        `name` is the name of a checkpoint or the digest of one tensor. A slab is kept if any tensor
+        in it is in use or pinned and, unless `name` is a digest, if another checkpoint has a tensor
+        in it. Return the bytes of the freed slabs.
         """
         return self._connection.ask(Evict(name), Done)[0].nbytes
 

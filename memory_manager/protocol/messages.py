@@ -223,7 +223,8 @@ class Pin(Message, frozen=True):
 class Evict(Message, frozen=True):
     """Free the slabs (blocks of memory) with the tensors of a checkpoint, or of one digest.
 
-    A slab is kept if any tensor in it is in use or pinned.
+    A slab is kept if any tensor in it is in use or pinned and, unless the name is a digest, if
+    another checkpoint has a tensor in it.
     """
 
     name: Name

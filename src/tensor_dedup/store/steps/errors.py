@@ -8,7 +8,7 @@ StoreError
     UnknownGoalError      it is unknown whether the least or the greatest value is best
   BadOptionError        an option of CheckpointStore, or an argument of `register_provider`, is
                         invalid (`kind`)
-  KeptStepError       a kept step would be replaced or deleted
+  KeptStepError         a kept step would be replaced or deleted
   DrainedRunError       a run with a second tier cannot be renamed
   RenamedRunError       the run was renamed while it was open
   TakenStepError        an import would replace a step or a mark
