@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.engine import arg_utils
 from vllm.plugins import DEFAULT_PLUGINS_GROUP, PLATFORM_PLUGINS_GROUP, load_plugins_by_group
 from vllm.utils import argparse_utils
@@ -99,6 +100,7 @@ def test_on_another_vllm_the_argument_loads_plainly_and_the_flag_is_absent(
 def test_vllm_calls_the_plug_ins_unless_others_are_named(
     named: str | None, found: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    envs.disable_envs_cache()  # of an engine in this process
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if named is not None:
         monkeypatch.setenv("VLLM_PLUGINS", named)

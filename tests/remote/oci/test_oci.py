@@ -285,7 +285,7 @@ def test_a_step_of_a_run_is_an_artifact_too(tmp_path: Path, team: str) -> None:
     with CheckpointStore(store, "run", config={"config.json": "{}"}) as run:
         for step in range(2):
             run.save({"w": np.full(9000, step), "frozen": np.arange(9000)}, step=step, metrics={})
-    with pytest.raises(UnknownNameError, match="perhaps 'run@1'"):
+    with pytest.raises(UnknownNameError, match="name a step, as in 'run@1'"):
         store.push(f"{team}/run:1", "run")
     store.push(f"{team}/run:1", "run@1")
     store.export("run@1", tmp_path / "out")

@@ -372,10 +372,11 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> Non
         for each in acts[:1]:
             acts.clear()
             each()
-        with locks.sweep(*args, **options):
+        with real(*args, **options):
             yield
 
-    monkeypatch.setattr("tensor_dedup.store.upkeep.gc.sweep", sweep)
+    real = locks.sweep
+    monkeypatch.setattr(locks, "sweep", sweep)
 
 
 def size_of(root: Path) -> int:
