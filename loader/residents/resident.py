@@ -7,10 +7,11 @@ them copy-on-write, so writing to a tensor never affects another model.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
@@ -53,9 +54,10 @@ __all__ = [
 # Fills a buffer with the bytes of a tensor from an offset on; puts bytes at an offset.
 ReadInto = Callable[[memoryview, int], None]
 Write = Callable[[memoryview, int], None]
+# By empty parameter whose weight is packed elsewhere: a function that returns what holds it. Not an
+# attribute, with which the parameter could no longer be pickled.
+PACKED: Final[MutableMapping[torch.Tensor, Callable[[], object]]] = WeakTensorKeyDictionary()
 # A cast of a cast of a cast is followed no further.
-# On an empty parameter whose weight is packed elsewhere: a function that returns what holds it.
-PACKED: Final = "_tensor_dedup_packed"
 _MAX_CASTS: Final = 3
 _CAST: Final = "cast:"
 _LOSSLESS: Final = frozenset(
@@ -431,7 +433,7 @@ def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _packed(tensor: torch.Tensor) -> object | None:
-    asked: Callable[[], object] | None = getattr(tensor, PACKED, None)
+    asked = PACKED.get(tensor)
     return None if asked is None else asked()
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -29,6 +28,8 @@ OWN = ("runai_streamer", SAVED_STATE)
 OTHER_LOADERS = ("gguf", "bitsandbytes")
 # With these, models share; with any other they load plainly.
 SHARED = (*DEFAULT, *OWN, *OTHER_LOADERS)
+# With URLs of other schemes vLLM keeps the load format, and so does this package.
+_STREAMED = ("s3://", "gs://", "az://")
 _WHY_NOT: Mapping[str, str] = {
     "runai_streamer": "its weights are streamed from object storage",  # from folders it is in OWN
     "dummy": "load_format='dummy' makes weights up",
@@ -41,7 +42,7 @@ _WHY_NOT: Mapping[str, str] = {
 
 def is_remote(model: object) -> bool:
     """Return whether a `model` argument is a URL from which vLLM streams, such as "s3://b/m"."""
-    return isinstance(model, str) and "://" in model and not model.startswith(STORE_SCHEME)
+    return isinstance(model, str) and model.lower().startswith(_STREAMED)
 
 
 def why_not_shared(load_format: str) -> str:

@@ -182,8 +182,8 @@ class TensorDedupLoader(ReadingLoader):
         return model
 
     def _say_apart(self, vllm_config: VllmConfig, report: ModelReport) -> None:
-        """Warn, once in a process, if only a process of its own keeps this engine from sharing."""
-        if self.dedup.memory_manager is not None or TensorDedupLoader._said_apart:
+        """Warn, once in an engine, if only a process of its own keeps it from sharing."""
+        if self.dedup.memory_manager is not None or TensorDedupLoader._said_apart or report.rank:
             return
         beside = loaded_beside(report.rank, self._largest)
         if beside is None:

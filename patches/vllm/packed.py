@@ -245,7 +245,7 @@ def mark_emptied(layer: nn.Module) -> None:
     """
     weight = layer._parameters.get("weight")
     if weight is not None and weight.numel() == 0 and packed_linear(layer) is not None:
-        setattr(weight, PACKED, functools.partial(_packed_of, weakref.ref(layer)))
+        PACKED[weight] = functools.partial(_packed_of, weakref.ref(layer))
 
 
 def _packed_of(layer: Callable[[], nn.Module | None]) -> object | None:

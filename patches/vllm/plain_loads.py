@@ -6,6 +6,7 @@ whose weights are not shared. No method that reads weights is overridden.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -28,6 +29,7 @@ from tensor_dedup.patches.vllm.load_formats import (
     split,
     why_not_shared,
 )
+from tensor_dedup.patches.vllm.seams import why_not
 
 if TYPE_CHECKING:
     from torch import nn
@@ -143,13 +145,12 @@ def _model_config(given: list[Any]) -> tuple[str, torch.dtype | None]:
 
 def _size(model: nn.Module, dtype: torch.dtype | None) -> int:
     """Return the bytes of a model; packed weights count where this vLLM packs as we know it."""
-    try:
-        from tensor_dedup.patches.vllm.kernels import final_bytes
-    except ImportError:
-        dtype = None
-    if dtype is None:
-        return sum(parameter.nbytes for parameter in model.parameters())
-    return final_bytes(model, dtype)
+    if dtype is not None and why_not("loader") is None:
+        with contextlib.suppress(ImportError):
+            from tensor_dedup.patches.vllm.kernels import final_bytes
+
+            return final_bytes(model, dtype)
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _rank() -> int:

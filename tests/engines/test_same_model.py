@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,7 +24,7 @@ from tensor_dedup.loader.residents import resident, slab
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
-from vllm_runs import engines, plain
+from vllm_runs import engines, loads, plain
 
 pytestmark = pytest.mark.vllm
 
@@ -89,6 +90,9 @@ def test_an_emptied_parameter_shares_what_its_packed_weight_does(tiny: Path) -> 
     assert not shares_memory(mine[first], mine[second])
     assert not shares_memory(mine[first], torch.empty(0, dtype=mine[first].dtype))
 
+    # Like the empty parameters of plain vLLM.
+    assert pickle.loads(pickle.dumps(mine[first])).shape == mine[first].shape
+
     packed = {f"{name}.weight": layer for name, layer in model.named_modules()}
     packed[first].cpu_linear = None  # as a reload packs another weight
     assert not shares_memory(mine[first], theirs[first])
@@ -96,7 +100,9 @@ def test_an_emptied_parameter_shares_what_its_packed_weight_does(tiny: Path) -> 
     engines.drop(one, other)
 
 
-@pytest.mark.parametrize("beside", ["a worker", "one that has ended", "another model"])
+@pytest.mark.parametrize(
+    "beside", ["a worker", "one that has ended", "another model", "a worker of another rank"]
+)
 def test_an_engine_that_only_its_process_keeps_from_sharing_says_so_once(
     beside: str,
     tiny: Path,
@@ -111,7 +117,9 @@ def test_an_engine_that_only_its_process_keeps_from_sharing_says_so_once(
     monkeypatch.setattr(TensorDedupLoader, "_said_apart", False)
     monkeypatch.setattr(arguments, "share_with_workers", lambda: None)
     monkeypatch.setattr(loader_report._collection, "own", None)
-    first = engines.sharing(tiny)
+    rank = 1 if beside == "a worker of another rank" else 0  # the first one speaks for all
+    with loads.prepared(tiny):
+        first = loads.load(tiny, {}, {"rank": rank})
     [file] = reports.iterdir()
     held = json.loads(file.read_bytes())
     assert held["largest"]
@@ -121,8 +129,8 @@ def test_an_engine_that_only_its_process_keeps_from_sharing_says_so_once(
     file.unlink()
     (reports / f"{held['pid']}-1.json").write_text(json.dumps(held))
 
-    with caplog.at_level(logging.WARNING):
-        again = [engines.sharing(tiny), engines.sharing(tiny)]
+    with caplog.at_level(logging.WARNING), loads.prepared(tiny):
+        again = [loads.load(tiny, {}, {"rank": rank}) for _ in range(2)]
 
     said = [each.getMessage() for each in caplog.records if "own" in each.getMessage()]
     assert len(said) == (1 if beside == "a worker" else 0)
@@ -130,7 +138,8 @@ def test_an_engine_that_only_its_process_keeps_from_sharing_says_so_once(
         assert f"in process {os.getppid()}" in text
         assert "VLLM_ENABLE_V1_MULTIPROCESSING=0" in text
         assert "memory_manager" in text
-    engines.drop(first, *again)
+    del first, again
+    gc.collect()
 
 
 @pytest.fixture

@@ -137,6 +137,16 @@ def test_with_another_load_format_vllm_loads_by_itself_and_is_told_of_us(
     assert (again.load_format, mine(again)) == (other, mine(args))
 
 
+@pytest.mark.parametrize("url", ["https://host/model.gguf", "hf://org/name"])
+def test_a_url_from_which_vllm_does_not_stream_is_left_to_the_default_loader(url: str) -> None:
+    """vLLM keeps the format "auto", whose loader refuses settings that it does not know."""
+    load_format, _ = arguments.translate(True, "auto", None, url)
+    assert load_format == LOAD_FORMAT
+    for streamed in ("s3://bucket/model", "GS://bucket/model"):
+        load_format, _ = arguments.translate(True, "auto", None, streamed)
+        assert load_format == "auto"
+
+
 def test_what_needs_our_loader_is_refused_with_another_load_format(model: str) -> None:
     frozen = {"frozen_base": {"base": model, "layers": "0"}}
     for given in ({"load_format": "dummy"}, {"load_format": "sharded_state"}, {}):

@@ -76,7 +76,15 @@ def test_without_it_or_switched_off_nothing_changes(
 
 @pytest.mark.parametrize(
     ("flags", "port"),
-    [(["--tensor-dedup"], "8123"), (["--load-format", LOAD_FORMAT], "8123"), ([], None)],
+    [
+        (["--tensor-dedup"], "8123"),
+        (["--load-format", LOAD_FORMAT], "8123"),
+        ([], None),
+        # The server is not at the port that it was given, or there is none in this process.
+        (["--tensor-dedup", "--port", "0"], None),
+        (["--tensor-dedup", "--uds", "/run/vllm.sock"], None),
+        (["--tensor-dedup", "--headless"], None),
+    ],
 )
 def test_the_engine_of_a_server_that_shares_knows_its_port(
     parser: Any, flags: list[str], port: str | None, model: str, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +92,8 @@ def test_the_engine_of_a_server_that_shares_knows_its_port(
     monkeypatch.setenv(PORT_VARIABLE, "of another server")
     monkeypatch.delenv(PORT_VARIABLE)
     parser.add_argument("--port", type=int, default=8000)  # as the server's own parser has
+    parser.add_argument("--uds")
+    parser.add_argument("--headless", action="store_true")
 
     AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", model, "--port", "8123", *flags]))
 
@@ -93,6 +103,7 @@ def test_the_engine_of_a_server_that_shares_knows_its_port(
 class Parallel(NamedTuple):
     world_size: int
     rank: int
+    data_parallel_index: int = 0
 
 
 @pytest.mark.parametrize(
@@ -100,6 +111,7 @@ class Parallel(NamedTuple):
     [
         ("8000", Parallel(1, 0), "tiny (port 8000)"),
         ("8000", Parallel(2, 1), "tiny (port 8000, rank 1)"),
+        ("8000", Parallel(2, 1, 3), "tiny (port 8000, replica 3, rank 1)"),
         (None, Parallel(2, 0), "tiny (rank 0)"),
         (None, Parallel(1, 0), "tiny"),
     ],

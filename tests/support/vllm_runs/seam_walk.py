@@ -87,11 +87,11 @@ def replaced() -> dict[str, set[str]]:
                 function: Any = value.__func__ if bound else value
                 if type(function) not in (FunctionType, functools.partial):
                     continue
-                original = getattr(function, "__wrapped__", None)
-                if original is not None and _is_ours(function):
+                if _is_ours(function):
                     place = f"{where}{name}"
-                    defined = f"{original.__module__}:{original.__qualname__}"
-                    found[place] = {place, defined}
+                    original = getattr(function, "__wrapped__", None)
+                    defined = original and f"{original.__module__}:{original.__qualname__}"
+                    found[place] = {place, defined or place}
     return found
 
 
