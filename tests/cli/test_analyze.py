@@ -353,6 +353,13 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
     assert "\ntiny@abc111 " in text
     # vLLM does not know revisions in names.
     assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --port" in text
+    # Nor does it know the folder of a repository.
+    repository = tmp_path / "hub" / "models--Qwen--tiny"
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("def222")
+    text = run(repository, pair.base, *where).stdout
+    assert f"{repository}/snapshots/def222 --port" in text
+    (repository / "refs" / "main").unlink()
     unclear = run("Qwen/tiny", *where)
     assert (unclear.returncode, unclear.stdout) == (2, "")
     assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr
@@ -361,8 +368,8 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
     imported = subprocess.run(
         [COMMAND, "import", "Qwen/tiny@d", *where, "--json"], capture_output=True, check=False
     )
-    assert json.loads(imported.stdout)["name"] == "Qwen/tiny"
-    assert document("store://Qwen/tiny", pair.fine_tune, *where)["saving"] == 0.5
+    assert json.loads(imported.stdout)["name"] == "Qwen/tiny@def222"
+    assert document("store://Qwen/tiny@def222", pair.fine_tune, *where)["saving"] == 0.5
 
 
 @pytest.fixture(scope="module")

@@ -171,3 +171,129 @@ def test_a_folder_of_that_name_is_a_path(
         write(tmp_path / "org" / "runs@old" / name, model(1))
     text = run("analyze", "org/runs@old/first", "org/runs@old/second").stdout
     assert "\nfirst " in text
+
+
+def test_the_folder_of_a_repository_means_its_main_snapshot(cache: Path, tmp_path: Path) -> None:
+    base, tune = (cache / f"models--org--{name}" for name in ("base", "tune"))
+    assert len(list((tune / "snapshots").iterdir())) == 2
+    analysis = document("analyze", base, tune)
+    named = document("analyze", "org/base", "org/tune")
+    for key in ("total_bytes", "unique_bytes", "tensors"):
+        assert analysis[key] == named[key]
+    text = run("analyze", base, tune).stdout
+    assert "\nbase " in text
+    assert "\ntune " in text
+    assert document("diff", base, tune) | {"a": 0, "b": 0} == document(
+        "diff", "org/base", "org/tune"
+    ) | {"a": 0, "b": 0}
+    assert document("du", base)["nbytes"] == document("du", "org/base")["nbytes"] == 160 * KIB
+    run("substitute", base, tune, "--layers", "3", "--output", tmp_path / "out")
+    assert document("analyze", base, tmp_path / "out")["checkpoints"][1]["adds_bytes"] == 0
+    assert document("import", base)["name"] == "org/base"
+    store = Store.open(tmp_path / "store")
+    assert store.import_(tune).name == "org/tune"
+    assert document("import", "org/tune")["unchanged"]
+    assert document("import", tune / "snapshots")["unchanged"]
+    assert_clean(store, {"org/base": model(1), "org/tune": model(2)})
+
+
+def test_a_repository_with_several_snapshots_and_no_main_lists_them(cache: Path) -> None:
+    folder = cache / "models--org--tune"
+    (folder / "refs" / "main").unlink()
+    for verb in ("import", "analyze", "du"):
+        said = run(verb, folder, status=2).output
+        for revision in (COMMIT, OTHER):
+            assert str(folder / "snapshots" / revision) in said
+    assert not Path(os.environ["TENSOR_DEDUP_STORE"]).exists()
+
+
+@pytest.mark.parametrize("below", [".", ".."])
+def test_a_whole_cache_is_no_checkpoint(
+    cache: Path, below: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "elsewhere")
+    root = (cache / below).resolve()
+    verbs: list[list[str | Path]] = [["import"], ["import", "--all-files"], ["du"], ["diff", root]]
+    for verb in verbs:
+        said = run(*verb, root, status=2).output
+        command = f"HF_HUB_CACHE={cache} tensor-dedup import"
+        assert f"`{command} org/base`" in said
+        assert f"`{command} --hub-cache`" in said
+    assert not Path(os.environ["TENSOR_DEDUP_STORE"]).exists()
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    named = document("analyze", "org/base", "org/tune")
+    assert named["shared_bytes"] == 120 * KIB
+    whole = document("analyze", root)
+    assert [each["path"] for each in whole["checkpoints"]] == [
+        str(cache / f"models--org--{name}") for name in ("base", "tune")
+    ]
+    for key in ("tensors", "shared_bytes"):
+        assert whole[key] == named[key]
+
+
+def test_of_a_cache_the_repositories_that_can_be_read_are_compared(
+    cache: Path, tmp_path: Path
+) -> None:
+    gguf = {"m.Q4.gguf": gguf_bytes({"w": 1.0}), "m.Q8.gguf": gguf_bytes({"w": 2.0})}
+    folder = snapshot(cache, "org/quantised", gguf)
+    # A link to a blob of another repository, which is in the cache, and not shared.
+    other = write(cache / "models--org--private" / "blobs", {"1234": safetensors(u8(w=BIG))})
+    evil = write(cache / "models--evil--one" / "snapshots" / COMMIT, {"config.json": b"{}"})
+    (evil / "model.safetensors").symlink_to(other / "1234")
+    found = document("analyze", cache, status=1)
+    assert [each["path"] for each in found["checkpoints"]] == [
+        str(cache / "models--org--base"),
+        *(str(folder / name) for name in gguf),
+        str(cache / "models--org--tune"),
+    ]
+    assert list(found["failed"]) == [str(cache / "models--evil--one")]
+    assert "which is outside" in next(iter(found["failed"].values()))
+
+
+def test_a_snapshot_that_is_a_link_is_not_followed(cache: Path, tmp_path: Path) -> None:
+    secret = write(tmp_path / "secret", model(7))
+    folder = cache / "models--evil--one"
+    write(folder / "refs", {"main": COMMIT.encode()})
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / COMMIT).symlink_to(secret)
+    assert (folder / "snapshots" / COMMIT / "model.safetensors").is_file()
+    assert "no snapshot" in run("import", folder, status=2).output
+    (folder / "snapshots" / COMMIT).unlink()
+    (folder / "snapshots").rmdir()
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / COMMIT).symlink_to(secret)
+    (folder / "snapshots").symlink_to(tmp_path / "all")
+    assert "which is outside" in run("import", folder, status=1).output
+    assert not Path(os.environ["TENSOR_DEDUP_STORE"]).exists()
+
+
+def test_a_revision_does_not_take_the_name_of_main(cache: Path, tmp_path: Path) -> None:
+    for given, name in (
+        ("org/tune@refs/pr/1", "org/tune@refs/pr/1"),
+        ("org/tune@v1.0", "org/tune@v1.0"),
+        (f"org/tune@{OTHER[:4]}", f"org/tune@{OTHER}"),
+        (f"org/tune@{OTHER}", f"org/tune@{OTHER}"),
+        ("org/tune", "org/tune"),
+    ):
+        text = run("import", given).output
+        assert text.startswith(f"{name}: ")
+        assert "cannot be the name" not in text
+    found = document("import", "--hub-cache")
+    assert f"org/tune@{OTHER}" in found["left_out"]
+    expected = dict.fromkeys(("org/tune@refs/pr/1", "org/tune@v1.0"), model(3))
+    expected |= {"org/tune": model(2), f"org/tune@{OTHER}": model(3)}
+    expected |= {f"org/tune@{COMMIT}": model(2), f"org/base@{COMMIT}": model(1)}
+    assert set(Store.open(tmp_path / "store").names()) == set(expected)
+    for name, files in list(expected.items())[:4]:
+        run("export", name, tmp_path / "out" / name)
+        assert content(tmp_path / "out" / name) == files
+
+
+def test_each_model_of_a_revision_has_the_revision_in_its_name(cache: Path) -> None:
+    gguf = {"m.Q4.gguf": gguf_bytes({"w": 1.0}), "m.Q8.gguf": gguf_bytes({"w": 2.0})}
+    snapshot(cache, "org/quantised", gguf)
+    refs = {"refs/pr/1": COMMIT.encode()}
+    write(cache / "models--org--quantised" / "refs", refs)
+    found = document("import", "org/quantised@refs/pr/1", "--all-models")
+    names = [f"org/quantised@refs/pr/1/m.{kind}" for kind in ("Q4", "Q8")]
+    assert [each["name"] for each in found["imported"]] == names

@@ -13,6 +13,7 @@ import torch
 
 from files.gguf_files import entry, file_of, info
 from files.model_store_files import (
+    digest,
     docker_model,
     gguf_bytes,
     ollama_model,
@@ -209,6 +210,36 @@ def test_text_and_page_call_models_by_the_names_of_their_tool(tmp_path: Path) ->
     rows = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert [row for row in rows if row.startswith("ai/")] == ["ai/alpha/latest", "ai/beta/latest"]
     assert "ai/beta/latest" in page.read_text()
+
+
+def test_of_models_that_fail_the_others_are_compared(tmp_path: Path) -> None:
+    root = ollama(tmp_path / "given")
+    manifests = root / "manifests" / "registry.ollama.ai" / "library"
+    good = document("analyze", root)
+    assert good["failed"] == {}
+    ollama_model(root, "registry.ollama.ai/library/broken/latest", [("model", b"GGUFx")])
+    ollama_model(root, "registry.ollama.ai/library/lost/latest", [("model", lost := BETA + b"x")])
+    (root / "blobs" / digest(lost).replace(":", "-")).unlink()
+    broken, gone = (manifests / name / "latest" for name in ("broken", "lost"))
+    for as_json in ([], ["--json"]):
+        result = run("analyze", root, *as_json)
+        assert result.returncode == 1
+        assert f"{root}/blobs/sha256-" in result.stderr
+        assert "2 of 5 models could not be read" in result.stderr
+        assert "Traceback" not in result.stderr
+    found = json.loads(result.stdout)
+    assert list(found["failed"]) == [str(broken), str(gone)]
+    for why in found["failed"].values():
+        assert why in result.stderr
+    assert "that it names is not there" in found["failed"][str(gone)]
+    for key in ("checkpoints", "pairs", "unique_bytes"):
+        assert found[key] == good[key]
+    assert "equals alpha/latest" in run("analyze", root).stdout
+    for name in ("alpha", "beta", "gamma"):
+        (manifests / name / "latest").unlink()
+    none = run("analyze", root, "--json")
+    assert (none.returncode, none.stdout) == (1, "")
+    assert f"{root}/blobs/sha256-" in none.stderr
 
 
 def test_of_models_that_fail_the_others_are_imported(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,15 @@ from tensor_dedup.analyze.stored import (
 )
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS, leaf_places
-from tensor_dedup.errors import ConfigError, SeveralModelsError
+from tensor_dedup.errors import (
+    CheckpointError,
+    ConfigError,
+    SeveralModelsError,
+    TensorDedupError,
+    UnsupportedError,
+)
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.formats.hub_cache import snapshot_in
 from tensor_dedup.formats.layers.layer_names import natural, split
 from tensor_dedup.formats.left_out import NotIndexed
 from tensor_dedup.formats.links import LinkBoundary
@@ -73,6 +80,8 @@ class Analysis:
     * `markers` has the results of checking markers, which are claims in a checkpoint that some of
       its tensors come from another one.
     * `bytes_hashed` is 0 if all digests were already known.
+    * `failed` maps the path of each model that could not be opened, one of several in a folder, to
+      the message of the error.
     """
 
     checkpoints: tuple[Measured, ...]
@@ -87,6 +96,7 @@ class Analysis:
     bytes_read: int
     bytes_hashed: int
     min_tensor_bytes: int = 0
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -164,6 +174,7 @@ class Analysis:
             "bytes_read": self.bytes_read,
             "bytes_hashed": self.bytes_hashed,
             "min_tensor_bytes": self.min_tensor_bytes,
+            "failed": dict(self.failed),
         }
 
 
@@ -191,7 +202,8 @@ def analyze(
     checkpoints in the store, are not read. `progress` is a listener to the progress in bytes.
     Symbolic links are followed within a folder and, in a Hugging Face cache, to the blobs of the
     same repository and to the shared ones. With `follow_links`, they are followed anywhere. With
-    `all_models`, a folder of several models stands for each of them. Safe from any thread.
+    `all_models`, a folder of several models stands for each of them; those that cannot be opened
+    are left out and are in `failed` of the result, unless none can. Safe from any thread.
 
     Raises:
         ConfigError: A setting is invalid.
@@ -200,6 +212,7 @@ def analyze(
             leads out of it.
         StoreError: The store, or the checkpoint in it, is missing or damaged.
     """
+    failed: dict[str, str] = {}
     measured, digests = measure(
         paths,
         min_tensor_bytes=min_tensor_bytes,
@@ -209,8 +222,10 @@ def analyze(
         progress=progress,
         follow_links=follow_links,
         all_models=all_models,
+        failed=failed,
     )
-    return compare(measured, digests.bytes_read, digests.bytes_hashed, min_tensor_bytes)
+    found = compare(measured, digests.bytes_read, digests.bytes_hashed, min_tensor_bytes)
+    return replace(found, failed=failed)
 
 
 def measure(
@@ -223,11 +238,14 @@ def measure(
     progress: ProgressListener | None = None,
     follow_links: bool = False,
     all_models: bool = False,
+    failed: dict[str, str] | None = None,
 ) -> tuple[list[Measured], Digests]:
     """Return the tensors of each checkpoint with their digests, and how much was read and hashed.
 
-    This is the first step of `analyze`, with the same arguments and errors.
+    This is the first step of `analyze`, with the same arguments and errors. What `Analysis` calls
+    `failed` is added to `failed`.
     """
+    failed = {} if failed is None else failed
     _check(min_tensor_bytes, hash_algorithm)
     named = [(os.fspath(path), find(path, store)) for path in paths]
     where, stored = None, next((each for _, each in named if isinstance(each, str)), None)
@@ -239,7 +257,7 @@ def measure(
     held: dict[int, Measured] = {}
     for path, each in named:
         if isinstance(each, Path):
-            for shown, checkpoint in _opened(path, each, follow_links, all_models):
+            for shown, checkpoint in _opened(path, each, follow_links, all_models, failed):
                 opened[len(given)] = checkpoint
                 given.append(shown)
         elif where is not None:
@@ -308,23 +326,40 @@ def _check(min_tensor_bytes: int, hash_algorithm: str) -> None:
 
 
 def _opened(
-    path: str, place: Path, follow_links: bool, all_models: bool
+    path: str, place: Path, follow_links: bool, all_models: bool, failed: dict[str, str]
 ) -> list[tuple[str, Checkpoint]]:
-    """The checkpoint at a place or, with `all_models`, each of several, and what to call them."""
+    """The checkpoint at a place or, with `all_models`, each of several, and what to call them.
+
+    Of several, those that cannot be opened are entered into `failed`. If none can be, the error of
+    the first is raised.
+    """
     try:
         return [(path, open_checkpoint(place, follow_links=follow_links))]
     except SeveralModelsError as error:
         if not all_models:
             raise
-        models = [(each, open_checkpoint(each, follow_links=follow_links)) for each in error.models]
-    if follow_links:
-        return models
+        several = error.models
     # A file that is named alone may be a link to anywhere; one that its folder names may not.
     links = LinkBoundary.around(place)
-    return [
-        (each, checkpoint if checkpoint.name else replace(checkpoint, links=links))
-        for each, checkpoint in models
-    ]
+    models: list[tuple[str, Checkpoint]] = []
+    errors: dict[str, TensorDedupError] = {}
+    for each in several:
+        inner = Path(each)
+        try:
+            found = _opened(each, snapshot_in(inner), follow_links, all_models, failed)
+        except (CheckpointError, UnsupportedError) as error:
+            errors[each] = error
+            continue
+        if inner.is_file() and not follow_links:
+            found = [
+                (shown, checkpoint if checkpoint.name else replace(checkpoint, links=links))
+                for shown, checkpoint in found
+            ]
+        models += found
+    if not models:
+        raise next(iter(errors.values()))
+    failed.update((each, str(error)) for each, error in errors.items())
+    return models
 
 
 def _measure(

@@ -12,7 +12,7 @@ from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.analyze.stored import looks_like_step
 from tensor_dedup.errors import NoSuchPathError
-from tensor_dedup.formats.hub_cache import locate
+from tensor_dedup.formats.hub_cache import locate, snapshot_in
 from tensor_dedup.text_table import human
 from tensor_dedup.types import STORE_SCHEME
 
@@ -160,9 +160,12 @@ def _is_installed(distribution: str) -> bool:
 
 
 def _for_vllm(path: str) -> str:
-    """A checkpoint as vLLM takes it: it knows neither RUN@STEP nor ORG/NAME@REVISION."""
-    if path.startswith(STORE_SCHEME) or "@" not in path:
+    """A checkpoint as vLLM takes it: no RUN@STEP, ORG/NAME@REVISION, or repository's folder."""
+    if path.startswith(STORE_SCHEME):
         return path
+    if "@" not in path:
+        held = snapshot_in(Path(path))
+        return path if held == Path(path) else str(held)
     try:
         found = os.fspath(locate(path))
     except NoSuchPathError:  # of the cache; `analyze` has found it as a step

@@ -15,7 +15,7 @@ from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
 from tensor_dedup.analyze.tensors import Measured
 from tensor_dedup.analyze.variants import Variant, variants
 from tensor_dedup.analyze.verdict import left_out
-from tensor_dedup.cli import check_suffix, printable
+from tensor_dedup.cli import Failure, check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
@@ -105,9 +105,10 @@ def command(
     a directory with its sub-folders, a name in your Hugging Face cache (ORG/NAME or
     ORG/NAME@REVISION), store://NAME, or a training step RUN@STEP of the store. A directory that
     holds several models stands for each of them: quantisations beside each other, or the store of
-    Ollama or Docker Model Runner (~/.ollama/models, ~/.docker/models). Each file is read once.
-    Files that were hashed before and have not changed, and checkpoints in the store, are not read
-    at all.
+    Ollama or Docker Model Runner (~/.ollama/models, ~/.docker/models), or a Hugging Face cache,
+    whose repositories it compares. A model of these that cannot be read is named, the others are
+    compared, and the exit status is 1. Each file is read once. Files that were hashed before and
+    have not changed, and checkpoints in the store, are not read at all.
     """
     check_suffix(page, ".html")
     with ByteBar("hashing") as progress:
@@ -126,9 +127,12 @@ def command(
         write_page(page, drawn, _labels(drawn.checkpoints))
     written = None if markers is None else write_markers(analysis.checkpoints, markers)
     rows = [] if count is None else variants(_of_tensors(analysis)[0].checkpoints, count)
+    for why in analysis.failed.values():
+        click.echo(printable(why), err=True)
     if as_json:
         more = {} if count is None else {"variants": [row.to_dict() for row in rows]}
         say(analysis.to_dict(top) | more, as_json)
+        _end(analysis)
         return
     show_analysis(analysis, console(), top, details=details)
     if rows:
@@ -140,6 +144,13 @@ def command(
             say_lines(f"no PATH has a tensor of the first one; {markers} is empty")
     if page is not None:
         say_lines(f"Wrote {page}.")
+    _end(analysis)
+
+
+def _end(analysis: Analysis) -> None:
+    if failed := len(analysis.failed):
+        total = failed + len(analysis.checkpoints)
+        raise Failure(f"{failed} of {total} models could not be read")
 
 
 def show_analysis(

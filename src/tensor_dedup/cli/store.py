@@ -36,7 +36,7 @@ from tensor_dedup.errors import (
     UnsupportedError,
 )
 from tensor_dedup.formats.checkpoint import open_checkpoint
-from tensor_dedup.formats.hub_cache import cache_path, locate
+from tensor_dedup.formats.hub_cache import cache_path, locate, name_in_store
 from tensor_dedup.formats.left_out import described
 from tensor_dedup.formats.model_stores import is_manifest
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
@@ -50,7 +50,7 @@ from tensor_dedup.store import (
     VerifyResult,
 )
 from tensor_dedup.store.errors import NameTakenError, NoStoreError, RunNameError
-from tensor_dedup.store.format.names import own_name
+from tensor_dedup.store.format.names import fit, own_name
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.init import ENVIRONMENT, own_path
 from tensor_dedup.store.upkeep.cache_copies import CacheCopies
@@ -219,8 +219,9 @@ _FOUND = "auto"
 @click.option(
     "--name",
     metavar="N",
-    help="Its name in the store; by default that of its folder, file or repository, in the ASCII "
-    "letters, digits and ._@+=- that a name can have.",
+    help="Its name in the store; by default that of its folder, file or repository, or "
+    "ORG/NAME@REVISION as you gave it (of a commit all digits), in the ASCII letters, digits and "
+    "._@+=- that a name can have.",
 )
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
 @click.option(
@@ -271,9 +272,9 @@ def import_(
     Face cache (ORG/NAME or ORG/NAME@REVISION). A folder's other files (config, tokenizer) are kept
     too, so that an export works anywhere.
 
-    A folder may hold several models: quantisations beside each other, or the store of Ollama or
-    Docker Model Runner (~/.ollama/models, ~/.docker/models). Without --all-models you are told what
-    there is, and name one by its path.
+    A folder may hold several models: quantisations beside each other, the store of Ollama or Docker
+    Model Runner (~/.ollama/models, ~/.docker/models), or a Hugging Face cache. Without --all-models
+    you are told what there is, and name one.
 
     A tensor that equals a stored one except for some pieces of 2 MiB takes the space of those
     pieces only. So a vocabulary that grew takes the space of its new rows.
@@ -323,7 +324,8 @@ def import_(
     place = locate(path)
     if all_files and place.is_file():
         raise WrongUse(f"--all-files keeps the files of a folder, and {path} is a file")
-    models = models_at(place, follow_links=follow_links) if all_models else []
+    revision = name_in_store(str(path), place)
+    models = models_at(place, revision, follow_links=follow_links) if all_models else []
     target = _target(store, None if models else place, follow_links, dry_run)
 
     def take(model: Path, called: str | None, label: str = "importing") -> ImportResult:
@@ -345,12 +347,13 @@ def import_(
     if all_models:
         _import_all(models, take, as_json)
         return
-    result = take(place, name)
-    say(result.to_dict(), as_json, *_import_lines(result), *_name_lines(place, name, result.name))
+    result = take(place, name if name is not None or revision is None else fit(revision))
+    own = revision or own_name(place.absolute())
+    said = _name_lines(place, name, result.name, own)
+    say(result.to_dict(), as_json, *_import_lines(result), *said)
 
 
-def _name_lines(place: Path, given: str | None, name: str) -> list[str]:
-    own = own_name(place.absolute())
+def _name_lines(place: Path, given: str | None, name: str, own: str) -> list[str]:
     if given is not None or name == own or is_manifest(place):  # which has a name with its tool
         return []
     return [f"{own!r} cannot be the name of a checkpoint, so it is {name}; --name gives another"]

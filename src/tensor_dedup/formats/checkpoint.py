@@ -25,6 +25,7 @@ shards hold a tensor of one name, as in an overlay, the index says which of them
 """
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -48,7 +49,13 @@ from tensor_dedup.formats.errors import (
 )
 from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.gguf_parts import GgufPart
-from tensor_dedup.formats.hub_cache import cache_path, may_name
+from tensor_dedup.formats.hub_cache import (
+    MODELS,
+    cache_path,
+    is_repository,
+    may_name,
+    snapshot_in,
+)
 from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
@@ -191,7 +198,9 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
     """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
 
-    `path` may also be a model's manifest in the store of Ollama or Docker Model Runner.
+    `path` may also be a model's manifest in the store of Ollama or Docker Model Runner, or the
+    folder of a repository in a Hugging Face cache, which stands for one of its snapshots (see
+    `hub_cache.snapshot_in`).
 
     No tensor data is read. Symbolic links are followed within the folder and, in a Hugging Face
     cache, to the blobs of the same repository and to the shared ones. With `follow_links`, they are
@@ -199,12 +208,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
-        SeveralModelsError: The folder holds several models. The error has the path of each.
+        SeveralModelsError: The folder holds several models, or a Hugging Face cache. The error has
+            the path of each model, or of each repository.
         UnsupportedError: The weights are in formats that this version does not read, or each of
             several processes wrote a part of them.
         FormatError: A file or an index is malformed, or a link leads out of the folder.
     """
-    root = Path(path)
+    root = snapshot_in(Path(path))
     if is_manifest(root):
         return _open_model(root, follow_links)
     if root.is_dir() and (models := models_in(root, follow_links=follow_links)):
@@ -290,6 +300,8 @@ def _walk(
     """Return the files of a tree; with `any_name`, also those not called as weights are."""
     found = _OpenFiles(links, whole=bool(components))
     for prefix, folder in _folders(root, components, links):
+        if prefix and is_repository(folder):
+            raise _hub_cache(folder.parent, links)
         top = prefix.partition("/")[0]
         if (top == _SECOND_COPY and found.files) or _identity(folder) in found.indexed:
             continue
@@ -601,6 +613,26 @@ def _refuse_several(root: Path, files: list[CheckpointFile]) -> None:
         refuse_overlapping_parts(root, [each.name for each in models])
         what = f"{len(models)} models in this folder, and one was asked for"
         raise SeveralModelsError.of(str(root), what, {str(each): "" for each in models})
+
+
+def _hub_cache(cache: Path, links: LinkBoundary) -> SeveralModelsError:
+    """The error for a folder with a Hugging Face cache, whose repositories are no one checkpoint.
+
+    Raises:
+        CheckpointFilesError: A repository is a link that leads out of the folder.
+    """
+    held = [each for each in _entries(cache) if is_repository(each)]
+    for each in held:
+        links.check(each)
+    names = [each.name.removeprefix(MODELS).replace("--", "/", 1) for each in held]
+    command = f"HF_HUB_CACHE={shlex.quote(str(cache.absolute()))} tensor-dedup import"
+    listed = ", ".join(names[:_SHOWN]) + (" ..." if names[_SHOWN:] else "")
+    return SeveralModelsError(
+        f"{cache}: a Hugging Face cache, with {listed}; name one of them by ORG/NAME, as in "
+        f"`{command} {shlex.quote(names[0])}`, or index all of them with `{command} --hub-cache`",
+        path=str(cache),
+        models=list(map(str, held)),
+    )
 
 
 def _refuse_repeated(files: list[CheckpointFile]) -> None:

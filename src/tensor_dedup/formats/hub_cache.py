@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -38,7 +39,8 @@ def cache_path() -> Path:
 def locate(path: str | os.PathLike[str]) -> Path:
     """Return the path of the checkpoint that `path` means, which may be in the Hugging Face cache.
 
-    - A `path` that exists is returned unchanged.
+    - A `path` that exists is returned unchanged, but for the folder of a repository in a cache: it
+      means what ORG/NAME means in that cache (see `snapshot_in`).
     - `ORG/NAME` means the cached snapshot of the branch "main" or, if that is not cached, the only
       snapshot in the cache.
     - `ORG/NAME@REVISION` means the cached snapshot of a branch, a tag or a commit. The commit hash
@@ -50,14 +52,10 @@ def locate(path: str | os.PathLike[str]) -> Path:
     """
     named = _REPOSITORY.fullmatch(os.fspath(path))
     if named is None or os.path.lexists(path):
-        return Path(path)
+        return snapshot_in(Path(path))
     repository = cache_path() / (MODELS + named["name"].replace("/", "--"))
     try:
-        held = sorted(
-            entry.name
-            for entry in (repository / SNAPSHOTS).iterdir()
-            if entry.is_dir() and not entry.name.startswith(HIDDEN)
-        )
+        held = _held(repository)
     except OSError:
         return Path(path)
     revision = named["revision"]
@@ -73,6 +71,52 @@ def locate(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def is_repository(path: Path) -> bool:
+    """Return whether `path` is the folder of a model's repository in a Hugging Face cache.
+
+    Such a folder is called `models--ORG--NAME` and has a sub-folder `snapshots` that is no link.
+    """
+    snapshots = path / SNAPSHOTS
+    if not snapshots.is_dir() or snapshots.is_symlink():
+        return False
+    return Path(os.path.realpath(path)).name.startswith(MODELS)
+
+
+def snapshot_in(path: Path) -> Path:
+    """Return the snapshot that the folder of a repository stands for: that of "main", or the only.
+
+    So does its sub-folder `snapshots`. Any other path is returned unchanged. A snapshot that is a
+    link is passed over: it may lead anywhere, and the folder may come from somewhere else.
+
+    Raises:
+        NoSuchPathError: The repository has no snapshot, or several and none is that of "main".
+    """
+    if path.name == SNAPSHOTS and is_repository(path.parent):
+        path = path.parent
+    if not is_repository(path):
+        return path
+    held = [each for each in _held(path) if not (path / SNAPSHOTS / each).is_symlink()]
+    found = _revisions(path, None, held)
+    if len(found) == 1:
+        return path / SNAPSHOTS / found[0]
+    listed = ", ".join(shlex.quote(str(path / SNAPSHOTS / each)) for each in held)
+    what = f"several revisions; name one of {listed}" if held else "no snapshot; download the model"
+    raise NoSuchPathError(f"{path}: {what}", path=str(path), revisions=held)
+
+
+def name_in_store(given: str, found: Path) -> str | None:
+    """Return the name that ORG/NAME@REVISION gets in a store, where `locate(given)` is `found`.
+
+    That is `given`, or ORG/NAME@COMMIT with the whole commit if the revision is the beginning of
+    it. The result is None if `given` names no revision, or is a path.
+    """
+    named = _REPOSITORY.fullmatch(given)
+    if named is None or not named["revision"] or os.path.lexists(given) or not found.exists():
+        return None
+    by_commit = found.name.startswith(named["revision"])
+    return f"{named['name']}@{found.name}" if by_commit else given
+
+
 def may_name(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` looks like a Hugging Face name, `ORG/NAME` or `ORG/NAME@REVISION`."""
     named = _REPOSITORY.fullmatch(os.fspath(path))
@@ -86,6 +130,7 @@ def name_parts(path: str) -> tuple[str, ...]:
       slashes, as in `org/name@refs/pr/1`: the end of it says nothing about the repository.
     - The path of a snapshot in a Hugging Face cache ends in the parts of ORG/NAME@COMMIT, with the
       first twelve digits of the commit.
+    - The path of a repository's folder there ends in the parts of ORG/NAME.
     - Any other path or name is split at its slashes.
     """
     whole, split = (path,), Path(path)
@@ -94,10 +139,20 @@ def name_parts(path: str) -> tuple[str, ...]:
     named = _REPOSITORY.fullmatch(path)
     if named is not None and "/" in (named["revision"] or "") and not os.path.lexists(path):
         return whole
+    if split.name.startswith(MODELS) and is_repository(split):
+        return (*split.parent.parts, *split.name.removeprefix(MODELS).split("--"))
     if split.parent.name == SNAPSHOTS and (folder := split.parent.parent).name.startswith(MODELS):
         *organisation, name = folder.name.removeprefix(MODELS).split("--")
         return (*folder.parent.parts, *organisation, f"{name}@{split.name[:_SHOWN_REVISION]}")
     return split.parts or whole
+
+
+def _held(repository: Path) -> list[str]:
+    return sorted(
+        entry.name
+        for entry in (repository / SNAPSHOTS).iterdir()
+        if entry.is_dir() and not entry.name.startswith(HIDDEN)
+    )
 
 
 def _revisions(repository: Path, revision: str | None, held: Sequence[str]) -> Sequence[str]:
@@ -115,6 +170,7 @@ def _branch(repository: Path, name: str) -> str:
     if ".." in Path(name).parts or Path(name).is_absolute():
         return ""
     try:
-        return (repository / _REFS / name).read_text(encoding="ascii").strip()
+        path = repository / _REFS / name
+        return path.read_text(encoding="ascii").strip() if path.is_file() else ""
     except (OSError, UnicodeDecodeError):
         return ""

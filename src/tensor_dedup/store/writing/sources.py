@@ -182,24 +182,28 @@ def default_name(path: Path, *, follow_links: bool = False) -> str:
     return name_of(path)
 
 
-def models_at(path: Path, *, follow_links: bool = False) -> list[tuple[Path, str]]:
+def models_at(
+    path: Path, called: str | None = None, *, follow_links: bool = False
+) -> list[tuple[Path, str]]:
     """Return each model at `path` and its name in a store; one, if `path` is a single checkpoint.
 
-    The names are those that each gets alone if these differ. Otherwise each is the name of the
-    folder and the model's path in it. Raises the errors of `open_checkpoint`.
+    The names are made of `called`, if that is given. Otherwise they are those that each gets alone
+    if these differ, or else each is the name of the folder and the model's path in it. Raises the
+    errors of `open_checkpoint`.
     """
     models = paths_of_models(path, follow_links=follow_links)
     if models == [path]:
-        return [(path, default_name(path.absolute(), follow_links=follow_links))]
+        own = default_name(path.absolute(), follow_links=follow_links)
+        return [(path, own if called is None else fit(called))]
     names = []
     for each in models:
         try:
             names.append(default_name(each, follow_links=follow_links))
         except FormatError:  # of a manifest; its import will say so
             names.append(fit(f"{each.parent.name}/{each.name}"))
-    if len({*names}) < len(names):
+    if called is not None or len({*names}) < len(names):
         inside = [each.relative_to(path.absolute()) for each in models]
-        names = names_within(name_of(path.absolute()), inside)
+        names = names_within(called or name_of(path.absolute()), inside)
     return list(zip(models, names, strict=True))
 
 
