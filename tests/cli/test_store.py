@@ -79,13 +79,16 @@ def test_a_checkpoint_goes_in_and_out(shell: Shell) -> None:
 def test_files_that_are_left_out_are_named_with_the_reason(shell: Shell) -> None:
     folder = shell.root / "m"
     write(folder, {"optimizer.pt": b"state", "sub/model.bin": b"no weights", "tf_model.h5": b"."})
+    write(folder, {"m.gguf.part": b"its beginning"})
     state = "left out, state of a training: optimizer.pt; keep the folder to resume"
     for verb in ("import", "import", "analyze"):  # the second one finds it unchanged
         said = shell.run(verb, folder).stdout
         assert "left out: sub/model.bin, tf_model.h5\n" in said
+        assert "left out, a download that is not finished: m.gguf.part\n" in said
         more = ", or import it with --all-files" if verb == "import" else ""
         assert f"{state}{more}\n" in said
     expected = [
+        {"path": "m.gguf.part", "reason": "a download that is not finished"},
         {"path": "optimizer.pt", "reason": "state of a training"},
         {"path": "sub/model.bin", "reason": "not weights"},
         {"path": "tf_model.h5", "reason": "another form or copy of the weights"},
@@ -96,7 +99,7 @@ def test_files_that_are_left_out_are_named_with_the_reason(shell: Shell) -> None
     assert shell.document("analyze", folder)["checkpoints"][0]["left_out"] == expected
     both = shell.run("analyze", folder, "store://m").stdout
     assert f"m: {state}\n" in both
-    assert both.count("left out") == 2
+    assert both.count("left out") == 3
 
 
 def test_all_files_of_a_folder_go_in_and_out(shell: Shell) -> None:
@@ -114,6 +117,59 @@ def test_all_files_of_a_folder_go_in_and_out(shell: Shell) -> None:
     wrong = shell.run("import", folder / "model.safetensors", "--all-files")
     assert (wrong.returncode, "is a file" in wrong.stderr) == (2, True)
     assert shell.run("import", "--hub-cache", "--all-files").returncode == 2
+
+
+def test_a_replacement_loses_no_files_that_only_all_files_keeps(shell: Shell) -> None:
+    folder = write(shell.root / "m", {"optimizer.pt": noise(1, KIB), ".hidden": b"x"})
+    shell.run("import", folder, "--all-files")
+    before = shell.document("show", "m")
+    (folder / "config.json").write_text("{}")
+    for more in ([], ["--dry-run"]):
+        refused = shell.run("import", folder, "--replace", *more)
+        assert refused.returncode == 2
+        assert "'m' holds 2 files of an import with --all-files" in refused.stderr
+        assert ": .hidden, optimizer.pt; add --all-files" in refused.stderr
+    assert shell.document("show", "m") == before
+    assert shell.run("import", folder, "--replace", "--all-files").returncode == 0
+    shell.run("export", "m", shell.root / "out")
+    assert content(shell.root / "out") == content(folder)
+    shell.run("delete", "m", "--yes")
+    assert shell.run("import", folder).returncode == 0
+    assert shell.run("import", folder, "--replace").returncode == 0  # where nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (
+            [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)],
+            "1 of 3 numbered files; give the folder for the whole model\n",
+        ),
+        (
+            [f"model-rank-{rank}-part-0.safetensors" for rank in (0, 1)],
+            "1 of 2 files of vLLM's load format sharded_state; only an engine",
+        ),
+        (
+            [f"model-rank-0-part-{part}.safetensors" for part in (0, 1)],
+            "1 of 2 files of vLLM's load format sharded_state; give the folder",
+        ),
+        (["model-00001-of-00001.safetensors"], ""),
+        (["model-rank-0-part-0.safetensors"], ""),
+    ],
+)
+def test_one_file_of_several_is_called_that(shell: Shell, files: list[str], said: str) -> None:
+    each = {name: safetensors(u8(**{f"t{at}": noise(at, KIB)})) for at, name in enumerate(files)}
+    folder = write(shell.root / "whole", each)
+    for verb in ("import", "analyze"):
+        found = shell.run(verb, folder / files[-1]).stdout
+        assert said in found
+        assert ("give the" in found) == bool(said)
+    one = files[-1].removesuffix(".safetensors")
+    own = "whole" if one == "model-00001-of-00001" else one
+    assert [each["name"] for each in shell.document("list")["checkpoints"]] == [own]
+    if "give the folder" in said:
+        assert shell.run("import", folder).stdout.startswith("whole: ")
+        assert "give the folder" not in shell.run("analyze", folder, "store://whole").stdout
 
 
 def test_copies_that_the_index_does_not_name_are_said(shell: Shell) -> None:

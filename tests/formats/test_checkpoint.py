@@ -156,6 +156,21 @@ def test_a_file_that_is_no_weights_is_left_out_beside_weights(tmp_path: Path) ->
         open_checkpoint(tmp_path / "metal")  # where it is alone
 
 
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.part", ".cache/huggingface/download/abc=.1f.incomplete"]
+)
+def test_a_download_that_is_not_finished_is_called_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"its beginning")
+    (tmp_path / "config.json").write_text("{}")
+    for given in (tmp_path, path):
+        with pytest.raises(CheckpointNotFoundError, match="a download that is not finished"):
+            open_checkpoint(given)
+    write(tmp_path / "model.safetensors", "w")
+    assert names(open_checkpoint(tmp_path)) == ["w"]
+
+
 def test_text_that_is_called_bin_is_left_out_beside_weights_and_a_pointer_is_not(
     tmp_path: Path,
 ) -> None:

@@ -191,6 +191,7 @@ def test_shards_links_and_other_files(base: Path, tune: Path, tmp_path: Path) ->
     (sharded / "model.safetensors.index.json").write_text(index)
     (sharded / "pytorch_model.bin").write_bytes(b"the fine-tune's own weights")
     (sharded / "pytorch_model.bin.index.json").write_text("{}")
+    (sharded / "model.gguf.incomplete").write_bytes(b"its beginning")
     (sharded / "tokenizer").mkdir()
     (sharded / "tokenizer" / "vocab.txt").write_text("a\nb")
     (sharded / ".cache").write_text("hidden")
@@ -204,28 +205,61 @@ def test_shards_links_and_other_files(base: Path, tune: Path, tmp_path: Path) ->
         "tokenizer/vocab.txt",
     }
     assert not any(p.is_symlink() for p in (tmp_path / "out").rglob("*"))
-    assert done.left_out == ("pytorch_model.bin", "pytorch_model.bin.index.json")
+    assert done.left_out == (
+        "model.gguf.incomplete",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
     assert before == {path: path.read_bytes() for path in blobs.iterdir()}
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".partial")]
 
 
-def test_a_copy_that_the_index_does_not_name_stays_what_it_is(
-    base: Path, tune: Path, tmp_path: Path
-) -> None:
+OVERLAID = "model.layers.1.mlp.weight"
+SHARD, OVERLAY = "model-00001-of-00001.safetensors", "overlay.safetensors"
+
+
+def overlaid(tune: Path, folder: Path, *, old: torch.Tensor, counts: str = OVERLAY) -> Path:
+    """The fine-tune with a second tensor of one name; the index names that in `counts`."""
+    folder.mkdir()
     held = safetensors.torch.load_file(tune / "model.safetensors")
-    overlaid, old = "model.layers.1.mlp.weight", torch.zeros(32, 16, dtype=torch.bfloat16)
-    overlay = tmp_path / "overlay"
-    overlay.mkdir()
-    first, second = "model-00001-of-00001.safetensors", "overlay.safetensors"
-    safetensors.torch.save_file(held | {overlaid: old}, overlay / first)
-    safetensors.torch.save_file({overlaid: held[overlaid]}, overlay / second)
-    where = dict.fromkeys(held, first) | {overlaid: second}
+    where = dict.fromkeys(held, SHARD) | {"lm_head.weight": OVERLAY, OVERLAID: counts}
+    more = {name: held.pop(name) for name in ("lm_head.weight", OVERLAID)}
+    safetensors.torch.save_file(held | {OVERLAID: old}, folder / SHARD)
+    safetensors.torch.save_file(more, folder / OVERLAY)
     index = json.dumps({"metadata": {}, "weight_map": where})
-    (overlay / "model.safetensors.index.json").write_text(index)
-    substitute(base, overlay, tmp_path / "out", layers="1")
-    taken = safetensors.torch.load_file(base / "model.safetensors")[overlaid]
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / first)[overlaid], old)
-    assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / second)[overlaid], taken)
+    (folder / "model.safetensors.index.json").write_text(index)
+    return folder
+
+
+@pytest.mark.parametrize("counts", [SHARD, OVERLAY])
+def test_every_copy_of_a_tensor_is_replaced_whichever_the_index_names(
+    base: Path, tune: Path, tmp_path: Path, counts: str
+) -> None:
+    old = torch.ones(32, 16, dtype=torch.bfloat16)
+    overlay = overlaid(tune, tmp_path / "overlay", old=old, counts=counts)
+    (found,) = analyze([overlay]).checkpoints
+    assert [each.differs for each in found.not_indexed] == [True]
+    out = tmp_path / "out"
+    substitute(base, overlay, out, layers="1")
+    taken = safetensors.torch.load_file(base / "model.safetensors")[OVERLAID]
+    for file in (SHARD, OVERLAY):
+        assert torch.equal(safetensors.torch.load_file(out / file)[OVERLAID], taken)
+    # A copy of a tensor that was not chosen stays what it is.
+    substitute(base, overlay, tmp_path / "other", layers="0")
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "other" / SHARD)[OVERLAID], old)
+
+
+@pytest.mark.parametrize(
+    "old", [torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(32, 16, dtype=torch.float16)]
+)
+def test_copies_of_another_dtype_or_shape_are_not_replaced(
+    base: Path, tune: Path, tmp_path: Path, old: torch.Tensor
+) -> None:
+    overlay = overlaid(tune, tmp_path / "overlay", old=old)
+    with pytest.raises(UnsupportedError, match=f"{OVERLAID}: .* in {OVERLAY} and .* in {SHARD}"):
+        substitute(base, overlay, tmp_path / "out", layers="1")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    substitute(base, overlay, tmp_path / "out", layers="0")
 
 
 def test_the_file_says_which_tensors_come_from_which_base(

@@ -504,6 +504,11 @@ def test_names_that_are_not_unicode_are_not_saved(tmp_path: Path, what: str) -> 
         (ODD, r"checkpoint-[0-9a-f]{8}"),
         ("é" * 250, "e" * 200),
         ("x/../base", "base"),
+        ("x/model-00001-of-00001.safetensors", "x"),
+        ("x/model-00003-of-00003.safetensors", "model-00003-of-00003"),
+        ("x/pytorch_model-00001-of-00002.bin", "pytorch_model-00001-of-00002"),
+        ("models--o--n/snapshots/a/model-00001-of-00002.safetensors", "model-00001-of-00002"),
+        ("models--o--n/snapshots/a/model.safetensors", "o/n"),
     ],
 )
 def test_a_folder_in_any_script_has_a_default_name(path: str, name: str) -> None:

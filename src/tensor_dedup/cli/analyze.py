@@ -20,7 +20,7 @@ from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
 from tensor_dedup.cli.page import html_option
-from tensor_dedup.cli.store import follow_links_option, store_option
+from tensor_dedup.cli.store import follow_links_option, part_lines, store_option
 from tensor_dedup.cli.tables import counted
 from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.digest import ALGORITHMS
@@ -168,7 +168,8 @@ def show_analysis(
         _say_reading(analysis, console)
     for checkpoint, label in zip(analysis.checkpoints, labels, strict=True):
         start = f"{printable(label)}: " if len(labels) > 1 else ""
-        for line in described(checkpoint.left_out, checkpoint.not_indexed):
+        about = described(checkpoint.left_out, checkpoint.not_indexed)
+        for line in (*about, *part_lines(Path(checkpoint.path))):
             console.print(Text(start + printable(line)), soft_wrap=True)
     small = left_out(analysis)
     for marker in analysis.markers:

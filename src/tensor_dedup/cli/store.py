@@ -39,6 +39,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import cache_path, locate, name_in_store
 from tensor_dedup.formats.left_out import described
 from tensor_dedup.formats.model_stores import is_manifest
+from tensor_dedup.formats.rank_files import part_of_model
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import (
     GcPlan,
@@ -349,8 +350,18 @@ def import_(
         return
     result = take(place, name if name is not None or revision is None else fit(revision))
     own = revision or own_name(place.absolute())
-    said = _name_lines(place, name, result.name, own)
+    said = [*part_lines(place), *_name_lines(place, name, result.name, own)]
     say(result.to_dict(), as_json, *_import_lines(result), *said)
+
+
+def part_lines(place: Path) -> list[str]:
+    """Return a line for people if the file at `place` is only a part of a model."""
+    if not place.is_file():
+        return []
+    with suppress(OSError):
+        line = part_of_model(place, [each.name for each in place.parent.iterdir()])
+        return [line] if line else []
+    return []
 
 
 def _name_lines(place: Path, given: str | None, name: str, own: str) -> list[str]:
@@ -379,13 +390,14 @@ def _import_all(
     """Import each model under its name; one that fails is reported, and the others go on."""
     done: list[ImportResult] = []
     failed: dict[str, str] = {}
+    lines: list[str] = []
     for path, name in models:
         try:
             done.append(take(path, name, name))
+            lines += [*_import_lines(done[-1]), *part_lines(path)]
         except TensorDedupError as error:
             failed[name] = str(error)
             click.echo(printable(f"{name}: {error}"), err=True)
-    lines = [line for result in done for line in _import_lines(result)]
     document = {"imported": [result.to_dict() for result in done], "failed": failed}
     say(document, as_json, *lines)
     if failed:

@@ -91,13 +91,15 @@ def command(
         f"{found.output}: {count} taken from BASE",
         f"It adds {adds} to BASE, where TUNE adds {tune_adds}.",
     )
-    state = [path for path in found.left_out if why_left_out(path) is LeftOutReason.TRAINING_STATE]
-    others = [path for path in found.left_out if path not in state]
+    apart = (LeftOutReason.TRAINING_STATE, LeftOutReason.UNFINISHED)
+    why = {path: why_left_out(path) for path in found.left_out}
+    others = [path for path in why if why[path] not in apart]
     if others:
         named = ", ".join(others)
         say_lines(f"Not copied, because they hold TUNE's weights in other forms: {named}.")
-    if state:
-        say_lines(f"Not copied, state of a training: {', '.join(state)}.")
+    for reason in apart:
+        if paths := [path for path in why if why[path] is reason]:
+            say_lines(f"Not copied, {reason.value}: {', '.join(paths)}.")
     say_lines(_movement(found))
 
 

@@ -75,6 +75,7 @@ from tensor_dedup.formats.weight_choice import (
     GGUF,
     PYTORCH,
     SAFETENSORS,
+    UNFINISHED,
     WeightFiles,
     called_weights,
     choose,
@@ -99,6 +100,8 @@ _CONFIGURATION = "config.json"
 _SECOND_COPY = "original"
 _UNREAD = (".h5", ".msgpack", ".onnx", ".npz", ".tflite")
 _FOREIGN = (*PYTORCH_SUFFIXES, GGUF_SUFFIX, *_UNREAD)
+# Where Hugging Face's client keeps what it has not finished of a folder.
+_DOWNLOADS = ".cache/huggingface/download"
 _SHOWN = 5
 
 
@@ -260,6 +263,11 @@ def _open_file(path: Path, links: LinkBoundary) -> "_OpenFiles":
     if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
     refuse_distributed(path, [])
+    if path.name.endswith(UNFINISHED):
+        raise CheckpointNotFoundError(
+            f"{path}: a download that is not finished; give the file when it has its own name",
+            path=str(path),
+        )
     found = _OpenFiles(links)
     if path.name == _CONFIGURATION:
         raise CheckpointNotFoundError(
@@ -665,6 +673,16 @@ def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
     )
 
 
+def _unfinished(path: Path, names: list[str]) -> CheckpointNotFoundError:
+    shown = ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
+    return CheckpointNotFoundError(
+        f"{path}: only {shown}, a download that is not finished; download the model again, and "
+        "give it then",
+        path=str(path),
+        files=names,
+    )
+
+
 def _nothing(root: Path, components: frozenset[str], links: LinkBoundary) -> NoReturn:
     names = [
         prefix + name
@@ -672,6 +690,9 @@ def _nothing(root: Path, components: frozenset[str], links: LinkBoundary) -> NoR
         for name in _names(folder)
     ]
     refuse_distributed(root, names)
+    began = (each.relative_to(root).as_posix() for each in (root / _DOWNLOADS).rglob("*"))
+    if unfinished := [name for name in (*names, *began) if name.endswith(UNFINISHED)]:
+        raise _unfinished(root, unfinished)
     foreign = [name for name in names if name.endswith(_FOREIGN)]
     if foreign:
         raise _unsupported(root, foreign)

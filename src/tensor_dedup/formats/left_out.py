@@ -16,6 +16,7 @@ class LeftOutReason(Enum):
     OTHER_COPY = "another form or copy of the weights"
     TRAINING_STATE = "state of a training"
     NOT_WEIGHTS = "not weights"
+    UNFINISHED = "a download that is not finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,13 @@ def described(
 
     `otherwise` is added to the advice to keep the folder of a training.
     """
-    state, others = list[str](), list[str]()
+    state, unfinished, others = list[str](), list[str](), list[str]()
+    apart = {LeftOutReason.TRAINING_STATE: state, LeftOutReason.UNFINISHED: unfinished}
     for each in files:
-        (state if each.reason is LeftOutReason.TRAINING_STATE else others).append(each.path)
+        apart.get(each.reason, others).append(each.path)
     lines = [f"left out: {_listed(others)}"] if others else []
+    if unfinished:
+        lines.append(f"left out, {LeftOutReason.UNFINISHED.value}: {_listed(unfinished)}")
     if state:
         lines.append(f"left out, state of a training: {_listed(state)}; {_KEEP}{otherwise}")
     if copies:

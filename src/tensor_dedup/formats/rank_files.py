@@ -24,7 +24,7 @@ from typing import Final
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.safetensors import SafetensorsHeader
-from tensor_dedup.formats.weight_choice import DISTRIBUTED
+from tensor_dedup.formats.weight_choice import DISTRIBUTED, shards_of
 from tensor_dedup.formats.weights import Header
 
 # The sub-folder of the slices where DCP's writer has put them together in the folder itself.
@@ -49,6 +49,11 @@ class _Layout:
     files: re.Pattern[str]
     what: str
     advice: str
+
+    def advised(self, folder: Path) -> str:
+        """Return what to do about files in `folder`."""
+        advice = self.advice.replace("FOLDER", shlex.quote(str(folder)))
+        return advice.replace("PARENT", shlex.quote(str(folder.parent)))
 
 
 _LAYOUTS: Final = (
@@ -114,6 +119,23 @@ def refuse_overlapping_parts(folder: Path, names: Sequence[str]) -> None:
         UnsupportedError: They are. The message says what to do.
     """
     _refuse(folder, names, _PROCESS)
+
+
+def part_of_model(path: Path, beside: Iterable[str]) -> str:
+    """Return a line for people if the file at `path` is only a part of a model, or "".
+
+    That is told by its name, and by `beside`, the names of all files in its folder.
+    """
+    whole = "give the folder for the whole model"
+    if count := shards_of(path.name):
+        return f"1 of {count} numbered files; {whole}"
+    for layout in _LAYOUTS:
+        if layout.files.fullmatch(path.name):
+            matches = [match for name in beside if (match := layout.files.fullmatch(name))]
+            processes = len({match["part"] for match in matches})
+            advice = whole if processes < 2 else layout.advised(path.parent)
+            return f"1 of {len(matches)} files {layout.what}; {advice}" if matches[1:] else ""
+    return ""
 
 
 def _refuse(folder: Path, names: Sequence[str], layout: _Layout) -> None:
@@ -183,11 +205,9 @@ def are_slices(names: Iterable[str]) -> bool:
 
 
 def _unsupported(folder: Path, names: list[str], layout: _Layout) -> UnsupportedError:
-    advice = layout.advice.replace("FOLDER", shlex.quote(str(folder)))
-    advice = advice.replace("PARENT", shlex.quote(str(folder.parent)))
     return UnsupportedError(
         f"{folder}: {_listed(names)} are files {layout.what}, of which each process wrote its own, "
-        f"and all are needed; {advice}",
+        f"and all are needed; {layout.advised(folder)}",
         path=str(folder),
         files=names,
     )

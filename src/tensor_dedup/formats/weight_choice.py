@@ -78,6 +78,8 @@ _SUFFIXES = (
     ".npz",
     DISTRIBUTED,
 )
+# Of Hugging Face's client, of browsers and of aria2, which leaves a file of its own beside.
+UNFINISHED = (".incomplete", ".crdownload", ".part", ".aria2")
 
 
 def _files_of(suffix: str) -> re.Pattern[str]:
@@ -132,6 +134,17 @@ def is_generic(name: str) -> bool:
     return found is not None and found["stem"] in _GENERIC
 
 
+def shards_of(name: str) -> int:
+    """Return how many files there are of which `name` is one by its number, or 0.
+
+    That is 3 for `model-00002-of-00003.safetensors`. It is 0 where there is only one, and for GGUF,
+    whose headers say what a part is.
+    """
+    found = (_FILES[suffix].fullmatch(name) for suffix in (SAFETENSORS, PYTORCH))
+    counts = [int(match["count"]) for match in found if match is not None and match["count"]]
+    return next((count for count in counts if count > 1), 0)
+
+
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
     """Return the files of one copy of the weights among `names`, the file names of a folder.
 
@@ -174,6 +187,8 @@ def why_left_out(path: str) -> LeftOutReason | None:
     `path` is relative to the checkpoint's folder. The result is None for a file that is not called
     as weights are, such as `config.json`: it belongs to the checkpoint.
     """
+    if path.endswith(UNFINISHED):
+        return LeftOutReason.UNFINISHED
     if not path.endswith(_SUFFIXES):
         return None
     *folders, name = PurePosixPath(path).parts

@@ -92,6 +92,18 @@ class NameTakenError(AdvisedError):
     advice = "choose another name (`import --name`), or replace it with `import --replace`"
 
 
+class LostFilesError(NameTakenError):
+    """A replacement would lose files of a checkpoint that only an import of all files keeps.
+
+    `facts` has their paths as `files`.
+    """
+
+    advice = (
+        "add --all-files, choose another name (`import --name`), or take the checkpoint away first "
+        "(`tensor-dedup delete`)"
+    )
+
+
 class UnknownNameError(AdvisedError):
     """No checkpoint has this name."""
 

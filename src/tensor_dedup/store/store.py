@@ -166,7 +166,8 @@ class LocalStore:
 
         Raises:
             CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
-            NameTakenError: The name holds another checkpoint, and `replace` is False.
+            NameTakenError: The name holds another checkpoint, and `replace` is False. Or it holds
+                files that only `all_files` keeps, and would lose them (LostFilesError).
             TakenStepError: The name is that of a training step or of a mark. Imports never replace
                 these.
             ChangedFileError: A file was modified during the import.
@@ -197,6 +198,7 @@ class LocalStore:
                 base=base,
                 in_place=external,
                 check_name=check,
+                all_files=all_files,
                 dry_run=dry_run,
             )
 

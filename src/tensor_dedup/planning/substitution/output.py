@@ -12,6 +12,7 @@ from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile
 from tensor_dedup.formats.files import OpenFile, opened
 from tensor_dedup.formats.safetensors import SafetensorsHeader
+from tensor_dedup.formats.weight_choice import UNFINISHED
 
 _COPY_BYTES: Final = 8 << 20
 _ALIGNMENT: Final = 8
@@ -40,15 +41,20 @@ def write_files(
     * `metadata` is called for each file with replaced tensors. It takes the names of these tensors,
       and returns entries to add to the file's metadata.
 
+    Where several files hold a tensor in `taken`, it is replaced in each: some readers ask the index
+    which one counts, and others load the last.
+
     Files without weights are copied, except for hidden ones. Weight files that are not part of the
     checkpoint, such as those in other formats, are not copied, nor are their indexes. The result
     has the paths of these files, relative to the checkpoint's folder.
 
     Raises:
         UnsupportedError: A weight file of the checkpoint is not a safetensors file, or the files
-            lie in the store of another tool.
+            lie in the store of another tool. Or another copy of a tensor in `taken` has another
+            dtype or shape.
         FormatError: A link leads out of the checkpoint.
     """
+    _check_copies(checkpoint, taken)
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     weights = {file.path: file for file in checkpoint.files}
     for file in checkpoint.files:
@@ -83,6 +89,25 @@ def write_files(
     return left_out
 
 
+def _check_copies(checkpoint: Checkpoint, taken: Collection[str]) -> None:
+    counted = {name: (file, spec) for name, file, spec in checkpoint.tensors() if name in taken}
+    for name, other, copy in checkpoint.not_indexed():
+        if name not in counted:
+            continue
+        file, spec = counted[name]
+        if (copy.dtype, copy.shape) != (spec.dtype, spec.shape):
+            shapes = [
+                f"{each.dtype} {list(each.shape)} in {checkpoint.relative(place)}"
+                for place, each in ((file, spec), (other, copy))
+            ]
+            raise UnsupportedError(
+                f"{name}: {' and '.join(shapes)}, and readers differ in which of the two they "
+                "load; leave its layer out, or save the fine-tune again with one of them",
+                tensor=name,
+                path=str(other.path),
+            )
+
+
 def _write(
     file: CheckpointFile,
     source: OpenFile,
@@ -92,8 +117,7 @@ def _write(
 ) -> None:
     header = file.header
     assert isinstance(header, SafetensorsHeader)
-    # A copy of a tensor that the index does not name stays what it is.
-    replaced = [file.prefix + s.name for s in file.tensors if file.prefix + s.name in taken]
+    replaced = [file.prefix + s.name for s in header.tensors if file.prefix + s.name in taken]
     more = metadata(replaced) if replaced else {}
     out.write(_head(header, more))
     instead = set(replaced)
@@ -140,7 +164,7 @@ def _others(checkpoint: Checkpoint, root: Path) -> Iterator[Path]:
 
 
 def _is_weights(path: Path, written: Collection[Path]) -> bool:
-    if path.suffix in _WEIGHTS:
+    if path.suffix in _WEIGHTS or path.name.endswith(UNFINISHED):
         return True
     if not path.name.endswith(_INDEX):
         return False

@@ -62,7 +62,7 @@ class Substitution:
     * `adds_bytes` is the size of the distinct tensors of `output` that `base` does not have;
       `tune_adds_bytes` is the same for `tune`.
     * `left_out` are files of `tune` that were not copied, because they hold weights in other
-      formats.
+      formats, or are downloads that are not finished.
     * `outputs` says how much the outputs on samples change. It is None without samples.
     """
 

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from posixpath import normpath
 
 from tensor_dedup.digest import digest
-from tensor_dedup.formats.weight_choice import is_generic
+from tensor_dedup.formats.weight_choice import is_generic, shards_of
 from tensor_dedup.formats.weights import GGUF_SUFFIX, SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 
@@ -74,10 +74,11 @@ def name_of(path: Path) -> str:
 
     The first of these rules that applies decides:
 
-    1. A folder or file in a Hugging Face cache is named after its repository.
-    2. A file with a generic name (`model.safetensors`, an index) is named after its folder.
-    3. A split GGUF model (`m-00001-of-00003.gguf`) is named without the number of the part.
-    4. Any other file is named by its file name without the suffix, and a folder by its folder name.
+    1. One of several numbered files is named by its file name without the suffix.
+    2. A folder or file in a Hugging Face cache is named after its repository.
+    3. A file with a generic name (`model.safetensors`, an index) is named after its folder.
+    4. A split GGUF model (`m-00001-of-00003.gguf`) is named without the number of the part.
+    5. Any other file is named by its file name without the suffix, and a folder by its folder name.
 
     Where a checkpoint's name cannot have a character, its ASCII form stands for it (`e` for `é`),
     or else a hyphen. If a character that is not ASCII has no such form, or nothing is left, eight
@@ -95,6 +96,8 @@ def name_of(path: Path) -> str:
 def own_name(path: Path) -> str:
     """Return the text from which `name_of` makes the default name for `path`."""
     path = Path(normpath(path))
+    if shards_of(path.name):
+        return stem_of(path)
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
             return "/".join(match["name"].split("--"))

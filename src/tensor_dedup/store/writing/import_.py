@@ -7,7 +7,7 @@ looked up once more.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
@@ -22,7 +22,7 @@ from tensor_dedup.formats.left_out import LeftOut, NotIndexed
 from tensor_dedup.formats.markers import in_files
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.store.containers import ContainerId
-from tensor_dedup.store.errors import LostHitError, NameTakenError
+from tensor_dedup.store.errors import LostFilesError, LostHitError, NameTakenError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
@@ -71,6 +71,7 @@ KNOWN_SHARE = 1 / 2000
 RAW_FROM = 1 << 20
 _SAMPLE_SHARE = 1 / 32
 _SAMPLE_TENSORS = 4
+_SHOWN = 5
 
 KnownDigests: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
 """Gives the digests that are known of an open file (path, descriptor), by (start, nbytes)."""
@@ -408,6 +409,7 @@ def import_source(
     base: str | None,
     in_place: bool,
     check_name: Callable[[], None],
+    all_files: bool = False,
     dry_run: bool = False,
 ) -> ImportResult:
     """Store the checkpoint `source` and commit it as `name`, atomically.
@@ -416,11 +418,14 @@ def import_source(
     indexed there, but other files are stored. With `compress`, tensors are stored encoded where
     that saves space. They may be encoded against the checkpoint `base` or, if it is None, the most
     similar checkpoint. `check_name` is called just before the name changes, while the lock for
-    changing references is held. If `check_name` raises, the name stays as it was. With
-    `dry_run`, the files are only hashed, and nothing is written.
+    changing references is held. If `check_name` raises, the name stays as it was.
+    `all_files` says that `source` has all files of its folder. With `dry_run`, the files are only
+    hashed, and nothing is written.
 
     Raises:
         NameTakenError: The name holds another checkpoint, and `replace` is False.
+        LostFilesError: The name holds files that only an import of all files keeps, `source` lacks
+            them, and `all_files` is False.
         UnknownNameError: No checkpoint is called `base`.
     """
     if not replace and name in objects.names():
@@ -430,6 +435,10 @@ def import_source(
         # By the same: what of it is damaged or gone is stored again.
         check_name = partial(_check_still, objects, name, objects.ref(name), check_name)
         replace = True
+    elif replace and not all_files:
+        paths = {file.stored_as for file in source.files}
+        check_name = partial(_check_kept, objects, name, paths, check_name)
+        check_name()  # before the work; it is looked at again after it
     if dry_run:
         return _planned(objects, index, hasher, source, name, progress, in_place=in_place)
     encoder = _encoder(objects, index, source, base) if compress else None
@@ -586,6 +595,30 @@ def _check_still(
     check_name()
     if objects.ref(name) != manifest:
         raise NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
+
+
+def _check_kept(
+    objects: Objects, name: str, paths: Collection[str], check_name: Callable[[], None]
+) -> None:
+    """Check that no file is lost that only an import of all files keeps.
+
+    Raises:
+        LostFilesError: The name holds such a file that is not among `paths`.
+    """
+    check_name()
+    if name not in objects.names():
+        return
+    try:
+        notes = objects.manifest(objects.ref(name)).notes
+    except StoreError:
+        return  # what is damaged is replaced in any case
+    lost = sorted(manifests.opaque_files(notes) - {*paths})
+    if lost:
+        count = f"{len(lost)} files" if len(lost) > 1 else "1 file"
+        what = f"{name!r} holds {count} of an import with --all-files, which this one lacks"
+        raise LostFilesError.at(
+            objects.layout.root, f"{what}: {', '.join(lost[:_SHOWN])}", name=name, files=lost
+        )
 
 
 def _encoder(
