@@ -21,7 +21,7 @@ ends with what the user can do.
 """
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 WRONG_DATA: Final = 1
@@ -80,32 +80,57 @@ class NoSuchPathError(CheckpointNotFoundError):
 class SeveralModelsError(CheckpointError):
     """A folder holds several models, where one was asked for.
 
-    `models` has the path of each. Each path can be given in place of the folder.
+    `models` has the path of each. Each path can be given in place of the folder. `projectors` are
+    those of them that are no models by themselves. `left_out` has the files of the folder that are
+    in none of the models, as `LeftOut` of `tensor_dedup.formats.left_out`.
     """
 
     exit_status = WRONG_USE
 
     @classmethod
-    def of(cls, path: str, what: str, models: Mapping[str, str]) -> "SeveralModelsError":
+    def of(
+        cls,
+        path: str,
+        what: str,
+        models: Mapping[str, str],
+        *,
+        projectors: Collection[str] = (),
+        left_out: Sequence[object] = (),
+        notes: Sequence[str] = (),
+    ) -> "SeveralModelsError":
         """Return the error for the folder `path`; `what` says what it is.
 
-        `models` maps the path of each model to its name, or to "" if it has none.
+        `models` maps the path of each model to its name, or to "" if it has none. `projectors` are
+        the paths of those that are projectors. `left_out` are the files that are in none of the
+        models, and `notes` ends the message with what there is to say of them.
         """
+        names = {**models, **dict.fromkeys(projectors, "projector, used beside one of these")}
         listed = ", ".join(
-            shlex.quote(model) + (f" ({name})" if name else "") for model, name in models.items()
+            shlex.quote(model) + (f" ({name})" if name else "") for model, name in names.items()
         )
-        one, folder = shlex.quote(next(iter(models))), shlex.quote(path)
+        example = next((model for model in models if model not in projectors), next(iter(models)))
+        one, folder = shlex.quote(example), shlex.quote(path)
         return cls(
             f"{path}: {what}: {listed}; name one of them, as in `tensor-dedup import {one}`, "
             f"compare all with `tensor-dedup analyze {folder}`, or import each under its own name "
-            f"with `tensor-dedup import {folder} --all-models`",
+            + "; ".join([f"with `tensor-dedup import {folder} --all-models`", *notes]),
             path=path,
             models=list(models),
+            projectors=list(projectors),
+            left_out=tuple(left_out),
         )
 
     @property
     def models(self) -> list[str]:
         return list(self.facts["models"])
+
+    @property
+    def projectors(self) -> list[str]:
+        return list(self.facts.get("projectors", ()))
+
+    @property
+    def left_out(self) -> tuple[Any, ...]:
+        return tuple(self.facts.get("left_out", ()))
 
 
 class FormatError(CheckpointError):

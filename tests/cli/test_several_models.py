@@ -89,7 +89,7 @@ Made = Callable[[Path], Path]
 @pytest.mark.parametrize(
     ("make", "status", "says"),
     [
-        (quantisations, 2, "3 models in this folder"),
+        (quantisations, 2, "2 models and 1 projector in this folder"),
         (ollama, 2, "the store of another tool, with 3 models"),
         (slices, 1, "consolidate_safetensors_files"),
         (distributed, 1, "dcp_to_torch"),
@@ -125,7 +125,7 @@ def test_every_verb_and_the_library_say_the_same(
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (quantisations, ["m.Q4_K_M", "m.Q8_0", "mmproj"]),
+        (quantisations, ["given/m.Q4_K_M", "given/m.Q8_0", "given/mmproj"]),
         (ollama, ["alpha/latest", "beta/latest", "gamma/latest"]),
         (docker, ["ai/alpha/latest", "ai/beta/latest"]),
     ],
@@ -139,7 +139,8 @@ def test_one_is_imported_or_all_under_their_names(
     for each in compared:
         assert each["path"] in listed
     one = min(compared, key=lambda each: each["name"] or each["path"])
-    assert document("import", one["path"], *where)["name"] == names[0]
+    alone = document("import", one["path"], "--name", names[0], *where)
+    assert alone["name"] == names[0]
     done = document("import", root, "--all-models", *where)
     assert sorted(each["name"] for each in done["imported"]) == names
     assert done["failed"] == {}
@@ -315,27 +316,125 @@ def test_a_split_model_is_called_without_the_number_of_its_part(tmp_path: Path) 
     (root / "m.Q8_0.gguf").write_bytes(gguf_bytes({"blk.0.a": 1.0}))
     done = document("import", root, "--all-models", "--store", tmp_path / "store")["imported"]
     assert [(each["name"], each["tensors"]) for each in done] == [
-        ("m.BF16", 2),
-        ("m.Q4_K_M", 2),
-        ("m.Q8_0", 1),
-        ("mmproj", 1),
+        ("given/m.BF16", 2),
+        ("given/m.Q4_K_M", 2),
+        ("given/m.Q8_0", 1),
+        ("given/mmproj", 1),
     ]
 
 
-@pytest.mark.parametrize("more", [("--name", "x"), ("--hub-cache",), ("--all-files",)])
-def test_all_models_goes_with_no_name_and_no_other_files(
-    tmp_path: Path, more: tuple[str, ...]
-) -> None:
-    given = () if "--hub-cache" in more else (quantisations(tmp_path / "given"),)
-    result = run("import", *given, "--all-models", *more, "--store", tmp_path / "store")
+def test_all_models_is_not_said_of_a_cache(tmp_path: Path) -> None:
+    result = run("import", "--all-models", "--hub-cache", "--store", tmp_path / "store")
     assert result.returncode == 2
     assert "--all-models" in result.stderr
 
 
+def test_all_files_of_a_folder_belong_to_none_of_several_models(tmp_path: Path) -> None:
+    root, store = two_of_a_training(tmp_path / "a b"), tmp_path / "store"
+    result = run("import", root, "--all-models", "--all-files", "--store", store)
+    assert result.returncode == 2
+    assert f"type `tensor-dedup import '{root}' --all-models`, and keep" in result.stderr
+    assert not store.exists()
+
+
 def test_a_single_model_is_imported_with_the_option_too(tmp_path: Path) -> None:
     path = write(tmp_path / "one" / "model.safetensors", safetensors_bytes({"w": 1.0}))
-    done = document("import", path.parent, "--all-models", "--store", tmp_path / "store")
-    assert [each["name"] for each in done["imported"]] == ["one"]
+    write(path.parent / "optimizer.bin", b"state")
+    given, where = (path.parent, "--all-models"), ("--store", tmp_path / "store")
+    done = document("import", *given, *where)["imported"]
+    done += document("import", *given, "--all-files", "--name", "two", *where)["imported"]
+    assert [(each["name"], each["files"]) for each in done] == [("one", 1), ("two", 2)]
+
+
+def two_of_a_training(root: Path) -> Path:
+    for number, name in enumerate(("model", "model_1")):
+        write(root / f"{name}.safetensors", safetensors_bytes({"w": float(number)}))
+    for name in ("optimizer.bin", "random_states_0.pkl", "README.md", "sub/config.json"):
+        write(root / name, b"x")
+    return root
+
+
+@pytest.mark.parametrize("make", [quantisations, two_of_a_training, ollama])
+def test_models_of_two_folders_do_not_take_each_others_names(tmp_path: Path, make: Made) -> None:
+    """Two trainings name their files alike; the advice keeps what is there."""
+    first, second = tmp_path / "1" / "run", tmp_path / "2" / "run"
+    for root in (first, second):
+        make(root)
+    store = ("--store", tmp_path / "store")
+    before = [
+        each["name"] for each in document("import", first, "--all-models", *store)["imported"]
+    ]
+    changed = sorted(second.rglob("blobs/*") if make is ollama else second.glob("m*"))[0]
+    changed.write_bytes(changed.read_bytes()[:-1] + b"\1")
+    again = run("import", second, "--all-models", *store)
+    assert again.returncode == 1
+    assert "is there already" in again.stderr
+    assert "--name N" in again.stderr.splitlines()[-1]
+    named = document("import", second, "--all-models", "--name", "my/r2", *store)["imported"]
+    below = [name.removeprefix("run/") for name in before]
+    assert [each["name"] for each in named] == [f"my/r2/{name}" for name in below]
+    held = {each["name"] for each in document("list", *store)["checkpoints"]}
+    assert held == {*before, *(f"my/r2/{name}" for name in below)}
+
+
+def test_folders_with_files_of_one_name_do_not_collide(tmp_path: Path) -> None:
+    store = ("--store", tmp_path / "store")
+    for folder in ("one", "two"):
+        write(
+            two_of_a_training(tmp_path / folder) / f"{folder}.safetensors",
+            safetensors_bytes({"w": 2.0}),
+        )
+        document("import", tmp_path / folder, "--all-models", *store)
+    names = [each["name"] for each in document("list", *store)["checkpoints"]]
+    # The model that is called as its folder is does not repeat it.
+    assert names == ["one", "one/model", "one/model_1", "two", "two/model", "two/model_1"]
+
+
+def test_a_name_for_several_models_has_to_be_a_name(tmp_path: Path) -> None:
+    given = (quantisations(tmp_path / "given"), "--all-models", "--name", "a b")
+    result = run("import", *given, "--store", tmp_path / "store")
+    assert result.returncode == 2
+    assert "'a b'" in result.stderr
+
+
+def test_what_is_in_none_of_several_models_is_said(tmp_path: Path) -> None:
+    root, store = two_of_a_training(tmp_path / "gan"), ("--store", tmp_path / "store")
+    state = "left out, state of a training: optimizer.bin, random_states_0.pkl; keep the folder"
+    for dry in (("--dry-run",), ()):
+        result = run("import", root, "--all-models", *dry, *store)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "left out: README.md, sub/config.json\n" in result.stdout
+        assert f"{state} to resume\n" in result.stdout
+    left_out = document("import", root, "--all-models", *store)["left_out"]
+    beside, training = "beside several models, and part of none", "state of a training"
+    assert left_out == [
+        {"path": "README.md", "reason": beside},
+        {"path": "optimizer.bin", "reason": training},
+        {"path": "random_states_0.pkl", "reason": training},
+        {"path": "sub/config.json", "reason": beside},
+    ]
+    for given in ((), ("--all-files",)):
+        said = run("import", root, *given, *store).stderr
+        assert f"{state} to resume" in said
+        assert "README" not in said
+    assert f"\nmodel.safetensors: {state} to resume\n" in run("analyze", root).stdout
+    for each in document("analyze", root)["checkpoints"]:
+        assert each["left_out"] == left_out[1:3]
+
+
+def test_a_projector_is_called_that_and_is_not_the_example(tmp_path: Path) -> None:
+    root, store = quantisations(tmp_path / "given"), ("--store", tmp_path / "store")
+    write(root / "a-mmproj-f16.gguf", gguf_bytes({"v": 4.0}))
+    said = run("import", root, *store).stderr
+    assert "2 models and 2 projectors in this folder" in said
+    assert f"name one of them, as in `tensor-dedup import {root}/m.Q4_K_M.gguf " in said
+    for name in ("a-mmproj-f16", "mmproj"):
+        assert f"{root}/{name}.gguf (projector, used beside one of these)" in said
+    lines = run("import", root, "--all-models", *store).stdout.splitlines()
+    assert [line.split()[0] for line in lines if "is a projector" in line] == [
+        "given/a-mmproj-f16",
+        "given/mmproj",
+    ]
 
 
 def test_a_model_of_another_tools_store_is_no_tune_to_substitute(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from tensor_dedup.errors import (
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.hub_cache import snapshot_in
 from tensor_dedup.formats.layers.layer_names import natural, split
-from tensor_dedup.formats.left_out import NotIndexed
+from tensor_dedup.formats.left_out import LeftOut, LeftOutReason, NotIndexed
 from tensor_dedup.formats.links import LinkBoundary
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -254,11 +254,12 @@ def measure(
             where = open_store(store, hash_algorithm)
     given: list[str] = []
     opened: dict[int, Checkpoint] = {}
+    left_out: dict[int, tuple[LeftOut, ...]] = {}
     held: dict[int, Measured] = {}
     for path, each in named:
         if isinstance(each, Path):
-            for shown, checkpoint in _opened(path, each, follow_links, all_models, failed):
-                opened[len(given)] = checkpoint
+            for shown, checkpoint, others in _opened(path, each, follow_links, all_models, failed):
+                opened[len(given)], left_out[len(given)] = checkpoint, others
                 given.append(shown)
         elif where is not None:
             shown = path if looks_like_step(path) else each
@@ -277,7 +278,7 @@ def measure(
     links = {file.path: each.links for each in opened.values() for file in each.files}
     digests = read_digests(files, hash_algorithm, hints, progress or SilentListener(), links)
     measured = [
-        _measure(path, opened[number], digests, min_tensor_bytes)
+        _measure(path, opened[number], left_out[number], digests, min_tensor_bytes)
         if number in opened
         else held[number]
         for number, path in enumerate(given)
@@ -327,21 +328,24 @@ def _check(min_tensor_bytes: int, hash_algorithm: str) -> None:
 
 def _opened(
     path: str, place: Path, follow_links: bool, all_models: bool, failed: dict[str, str]
-) -> list[tuple[str, Checkpoint]]:
-    """The checkpoint at a place or, with `all_models`, each of several, and what to call them.
+) -> list[tuple[str, Checkpoint, tuple[LeftOut, ...]]]:
+    """The checkpoint at a place or, with `all_models`, each of several.
 
-    Of several, those that cannot be opened are entered into `failed`. If none can be, the error of
-    the first is raised.
+    Each comes with what to call it, and with the files of its folder that are left out. Of several,
+    those that cannot be opened are entered into `failed`. If none can be, the error of the first is
+    raised.
     """
     try:
-        return [(path, open_checkpoint(place, follow_links=follow_links))]
+        checkpoint = open_checkpoint(place, follow_links=follow_links)
+        return [(path, checkpoint, checkpoint.left_out())]
     except SeveralModelsError as error:
         if not all_models:
             raise
-        several = error.models
+        several, beside = error.models, error.left_out
+    others = tuple(each for each in beside if each.reason is not LeftOutReason.BESIDE_MODELS)
     # A file that is named alone may be a link to anywhere; one that its folder names may not.
     links = LinkBoundary.around(place)
-    models: list[tuple[str, Checkpoint]] = []
+    models: list[tuple[str, Checkpoint, tuple[LeftOut, ...]]] = []
     errors: dict[str, TensorDedupError] = {}
     for each in several:
         inner = Path(each)
@@ -350,10 +354,10 @@ def _opened(
         except (CheckpointError, UnsupportedError) as error:
             errors[each] = error
             continue
-        if inner.is_file() and not follow_links:
+        if inner.is_file():
             found = [
-                (shown, checkpoint if checkpoint.name else replace(checkpoint, links=links))
-                for shown, checkpoint in found
+                (shown, held if held.name or follow_links else replace(held, links=links), others)
+                for shown, held, _ in found
             ]
         models += found
     if not models:
@@ -363,7 +367,11 @@ def _opened(
 
 
 def _measure(
-    path: str, checkpoint: Checkpoint, digests: Digests, min_tensor_bytes: int
+    path: str,
+    checkpoint: Checkpoint,
+    left_out: tuple[LeftOut, ...],
+    digests: Digests,
+    min_tensor_bytes: int,
 ) -> Measured:
     tensors, small, small_bytes = [], [], 0
     for name, file, spec in checkpoint.tensors():
@@ -379,8 +387,7 @@ def _measure(
             leaves = ()
         tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
     copies = tuple(_not_indexed(checkpoint, digests))
-    left_out, name = checkpoint.left_out(), checkpoint.name
-    markers = _markers(checkpoint)
+    markers, name = _markers(checkpoint), checkpoint.name
     return Measured(path, tensors, small, markers, left_out, copies, name, small_bytes)
 
 

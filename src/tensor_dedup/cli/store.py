@@ -59,6 +59,7 @@ from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS
 from tensor_dedup.store.upkeep.usage import Usage
 from tensor_dedup.store.writing.sources import (
     HubSnapshot,
+    Models,
     models_at,
     names_within,
     snapshots,
@@ -239,7 +240,9 @@ _FOUND = "auto"
 @click.option("--external", is_flag=True, help="Index the weights where they are, without a copy.")
 @click.option("--hub-cache", is_flag=True, help="Index your whole Hugging Face cache, in place.")
 @click.option(
-    "--all-models", is_flag=True, help="Import each of several models in PATH under its own name."
+    "--all-models",
+    is_flag=True,
+    help="Import each of several models in PATH, as FOLDER/MODEL or, with --name N, N/MODEL.",
 )
 @click.option("--all-files", is_flag=True, help="Keep every file of the folder for the export.")
 @click.option(
@@ -275,7 +278,9 @@ def import_(
 
     A folder may hold several models: quantisations beside each other, the store of Ollama or Docker
     Model Runner (~/.ollama/models, ~/.docker/models), or a Hugging Face cache. Without --all-models
-    you are told what there is, and name one.
+    you are told what there is, and name one. With it, each gets a name of its own: that in the
+    tool's store, else the folder's and its own. Only what each model consists of is stored; the
+    folder's other files are named.
 
     A tensor that equals a stored one except for some pieces of 2 MiB takes the space of those
     pieces only. So a vocabulary that grew takes the space of its new rows.
@@ -318,22 +323,26 @@ def import_(
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
-    if all_models and (name is not None or all_files):
-        raise WrongUse(
-            "--all-models names every model, and takes its files alone: no --name, no --all-files"
-        )
     place = locate(path)
     if all_files and place.is_file():
         raise WrongUse(f"--all-files keeps the files of a folder, and {path} is a file")
     revision = name_in_store(str(path), place)
-    models = models_at(place, revision, follow_links=follow_links) if all_models else []
-    target = _target(store, None if models else place, follow_links, dry_run)
+    called = name if name is not None or revision is None else fit(revision)
+    models = models_at(place, called, follow_links=follow_links) if all_models else None
+    if all_files and models is not None and len(models.named) > 1:
+        raise WrongUse(
+            f"--all-files keeps the files of a folder with its one model, and {path} has "
+            f"{len(models.named)}, which a file beside them would belong to alike: type "
+            f"`tensor-dedup import {shlex.quote(str(path))} --all-models`, and keep the folder for "
+            "the files that it names as left out"
+        )
+    target = _target(store, place if models is None else None, follow_links, dry_run)
 
-    def take(model: Path, called: str | None, label: str = "importing") -> ImportResult:
+    def take(model: Path, as_: str | None, label: str = "importing") -> ImportResult:
         with ByteBar(label) as progress:
             return target.import_(
                 model,
-                called,
+                as_,
                 replace,
                 progress=progress,
                 hints=StoreHints(),
@@ -345,10 +354,10 @@ def import_(
                 dry_run=dry_run,
             )
 
-    if all_models:
+    if models is not None:
         _import_all(models, take, as_json)
         return
-    result = take(place, name if name is not None or revision is None else fit(revision))
+    result = take(place, called)
     own = revision or own_name(place.absolute())
     said = [*part_lines(place), *_name_lines(place, name, result.name, own)]
     say(result.to_dict(), as_json, *_import_lines(result), *said)
@@ -383,25 +392,39 @@ def _target(store: str | None, place: Path | None, follow_links: bool, dry_run: 
 
 
 def _import_all(
-    models: Sequence[tuple[Path, str]],
+    models: Models,
     take: Callable[[Path, str, str], ImportResult],
     as_json: bool,
 ) -> None:
-    """Import each model under its name; one that fails is reported, and the others go on."""
+    """Import each model under its name; one that fails is reported, and the others go on.
+
+    Then say which files of the folder are in none of them.
+    """
     done: list[ImportResult] = []
     failed: dict[str, str] = {}
     lines: list[str] = []
-    for path, name in models:
+    advice = ""
+    for path, name in models.named:
         try:
-            done.append(take(path, name, name))
-            lines += [*_import_lines(done[-1]), *part_lines(path)]
+            result = take(path, name, name)
         except TensorDedupError as error:
             failed[name] = str(error)
             click.echo(printable(f"{name}: {error}"), err=True)
-    document = {"imported": [result.to_dict() for result in done], "failed": failed}
-    say(document, as_json, *lines)
+            if isinstance(error, NameTakenError) and len(models.named) > 1:
+                advice = "; with `--name N` they are called N/MODEL, and what is there stays"
+        else:
+            done.append(result)
+            lines += [*_import_lines(result), *part_lines(path)]
+            if path in models.projectors:
+                lines.append(f"{name} is a projector, to be used beside one of the others")
+    document = {
+        "imported": [result.to_dict() for result in done],
+        "failed": failed,
+        "left_out": [each.to_dict() for each in models.left_out],
+    }
+    say(document, as_json, *lines, *described(models.left_out))
     if failed:
-        raise Failure(f"{len(failed)} of {len(models)} models could not be imported")
+        raise Failure(f"{len(failed)} of {len(models.named)} models could not be imported{advice}")
 
 
 def _check_alone(path: Path | None, name: str | None, all_models: bool, all_files: bool) -> None:

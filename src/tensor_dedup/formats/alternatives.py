@@ -15,6 +15,7 @@ from pathlib import Path
 from tensor_dedup.formats.gguf import GgufHeader
 from tensor_dedup.formats.weights import Header
 
+_PROJECTOR = "mmproj"  # in names that llama.cpp reads, and the type in its files
 _PART = re.compile(r"(?P<head>.+)-(?P<part>\d+)-of-(?P<count>\d+)(?P<tail>\.\w+)")
 
 
@@ -38,6 +39,14 @@ def several_models(files: Iterable[tuple[Path, str, Header]]) -> list[Path]:
     if any(_is_part(paths[0]) and len(paths) == 1 for paths in sets.values()):
         return []  # parts that are not GGUF cannot be named by one of them
     return [min(paths) for paths in sets.values()]
+
+
+def is_projector(path: Path, header: Header) -> bool:
+    """Return whether a file is a projector: of a model that sees or hears, what is beside it."""
+    if not isinstance(header, GgufHeader):
+        return False
+    kinds = (header.metadata.get("general.architecture"), header.metadata.get("general.type"))
+    return _PROJECTOR in path.name.lower() or "clip" in kinds or _PROJECTOR in kinds
 
 
 def _whole(name: str) -> str:

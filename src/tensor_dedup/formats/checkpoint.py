@@ -26,7 +26,7 @@ shards hold a tensor of one name, as in an overlay, the index says which of them
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -38,7 +38,7 @@ from tensor_dedup.errors import (
     SeveralModelsError,
     UnsupportedError,
 )
-from tensor_dedup.formats.alternatives import several_models
+from tensor_dedup.formats.alternatives import is_projector, several_models
 from tensor_dedup.formats.errors import (
     CheckpointFault,
     CheckpointFilesError,
@@ -57,7 +57,7 @@ from tensor_dedup.formats.hub_cache import (
     snapshot_in,
 )
 from tensor_dedup.formats.json import decode_object
-from tensor_dedup.formats.left_out import LeftOut, LeftOutReason
+from tensor_dedup.formats.left_out import LeftOut, LeftOutReason, described
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.model_stores import is_manifest, models_in, open_model
 from tensor_dedup.formats.placeholders import HEAD_BYTES, placeholder
@@ -82,6 +82,7 @@ from tensor_dedup.formats.weight_choice import (
     is_index,
     is_shard,
     perhaps_weights,
+    why_beside,
     why_left_out,
 )
 from tensor_dedup.formats.weights import (
@@ -187,15 +188,12 @@ class Checkpoint:
         """
         if not self.path.is_dir():
             return ()
-        chosen = {file.path for file in self.files}
         found = [
-            LeftOut(prefix + entry, reason)
-            for prefix, folder in _folders(self.path, frozenset(), self.links, outside=False)
-            for entry in _names(folder)
-            if folder / entry not in chosen and not entry.startswith(".")
-            if (reason := self.why_left_out(prefix + entry)) is not None
+            LeftOut(path, reason)
+            for path in _other_files(self.path, self.files, self.links)
+            if (reason := self.why_left_out(path)) is not None
         ]
-        return tuple(sorted(found, key=lambda each: each.path))
+        return tuple(found)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
@@ -212,7 +210,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
         SeveralModelsError: The folder holds several models, or a Hugging Face cache. The error has
-            the path of each model, or of each repository.
+            the path of each model, or of each repository, and the files that are in no model.
         UnsupportedError: The weights are in formats that this version does not read, or each of
             several processes wrote a part of them.
         FormatError: A file or an index is malformed, or a link leads out of the folder.
@@ -298,7 +296,7 @@ def _open_tree(root: Path, links: LinkBoundary) -> "_OpenFiles":
         _nothing(root, components, links)
     _refuse_slices(root, found.files)
     if not components and not found.indexed:
-        _refuse_several(root, found.files)
+        _refuse_several(root, found)
     return found
 
 
@@ -478,6 +476,20 @@ def _choose(names: list[str], any_name: bool) -> WeightFiles:
     return found
 
 
+def _other_files(root: Path, files: Iterable[CheckpointFile], links: LinkBoundary) -> list[str]:
+    """The files of a folder that are none of `files`, by relative path, in order.
+
+    Hidden files and folders, and folders outside `links`, are not looked at.
+    """
+    chosen = {file.path for file in files}
+    return sorted(
+        prefix + name
+        for prefix, folder in _folders(root, frozenset(), links, outside=False)
+        for name in _names(folder)
+        if folder / name not in chosen and not name.startswith(".")
+    )
+
+
 def _names(folder: Path) -> list[str]:
     return [entry.name for entry in _entries(folder) if not entry.is_dir()]
 
@@ -615,12 +627,31 @@ def _refuse_slices(root: Path, files: list[CheckpointFile]) -> None:
     refuse_slices(root, weights, _names(files[0].path.parent))
 
 
-def _refuse_several(root: Path, files: list[CheckpointFile]) -> None:
-    models = several_models((file.path, file.prefix, file.header) for file in files)
-    if models:
-        refuse_overlapping_parts(root, [each.name for each in models])
-        what = f"{len(models)} models in this folder, and one was asked for"
-        raise SeveralModelsError.of(str(root), what, {str(each): "" for each in models})
+def _refuse_several(root: Path, found: _OpenFiles) -> None:
+    models = several_models((file.path, file.prefix, file.header) for file in found.files)
+    if not models:
+        return
+    refuse_overlapping_parts(root, [each.name for each in models])
+    headers = {file.path: file.header for file in found.files}
+    projectors = [str(each) for each in models if is_projector(each, headers[each])]
+    left_out = [
+        LeftOut(path, LeftOutReason.NOT_WEIGHTS if path in found.not_weights else why_beside(path))
+        for path in _other_files(root, found.files, found.links)
+    ]
+    state = [each for each in left_out if each.reason is LeftOutReason.TRAINING_STATE]
+    raise SeveralModelsError.of(
+        str(root),
+        f"{_counted(len(models), len(projectors))} in this folder, and one was asked for",
+        {str(each): "" for each in models},
+        projectors=projectors,
+        left_out=left_out,
+        notes=described(state),
+    )
+
+
+def _counted(files: int, projectors: int) -> str:
+    kinds = {"model": files - projectors, "projector": projectors}
+    return " and ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in kinds.items() if n)
 
 
 def _hub_cache(cache: Path, links: LinkBoundary) -> SeveralModelsError:

@@ -17,6 +17,7 @@ class LeftOutReason(Enum):
     TRAINING_STATE = "state of a training"
     NOT_WEIGHTS = "not weights"
     UNFINISHED = "a download that is not finished"
+    BESIDE_MODELS = "beside several models, and part of none"
 
 
 @dataclass(frozen=True, slots=True)

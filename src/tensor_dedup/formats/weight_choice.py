@@ -80,6 +80,7 @@ _SUFFIXES = (
 )
 # Of Hugging Face's client, of browsers and of aria2, which leaves a file of its own beside.
 UNFINISHED = (".incomplete", ".crdownload", ".part", ".aria2")
+_SMALL_STATE = (".pkl", "trainer_state.json")
 
 
 def _files_of(suffix: str) -> re.Pattern[str]:
@@ -191,11 +192,25 @@ def why_left_out(path: str) -> LeftOutReason | None:
         return LeftOutReason.UNFINISHED
     if not path.endswith(_SUFFIXES):
         return None
+    return LeftOutReason.TRAINING_STATE if _is_state(path) else LeftOutReason.OTHER_COPY
+
+
+def why_beside(path: str) -> LeftOutReason:
+    """Return why a file that is in none of several models of a folder is left out, by its name.
+
+    A single checkpoint keeps small files of a training (`random_states_0.pkl`). These models do
+    not, so they are state of a training here, as `optimizer.bin` is.
+    """
+    if path.endswith(_SMALL_STATE) and _is_state(path):
+        return LeftOutReason.TRAINING_STATE
+    return why_left_out(path) or LeftOutReason.BESIDE_MODELS
+
+
+def _is_state(path: str) -> bool:
     *folders, name = PurePosixPath(path).parts
     state = _TRAINING_STATE.fullmatch(name) or _DEEPSPEED_STATE.fullmatch(name)
-    if state or name.endswith(DISTRIBUTED) or any(map(_TRAINING_FOLDER.fullmatch, folders)):
-        return LeftOutReason.TRAINING_STATE
-    return LeftOutReason.OTHER_COPY
+    in_folder = any(map(_TRAINING_FOLDER.fullmatch, folders))
+    return state is not None or name.endswith(DISTRIBUTED) or in_folder
 
 
 def is_shard(name: str) -> bool:

@@ -17,7 +17,7 @@ from tensor_dedup.formats.checkpoint import (
     check_text,
     open_checkpoint,
 )
-from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
+from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS, is_repository, snapshot_in
 from tensor_dedup.formats.left_out import LeftOut
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.model_stores import is_manifest, open_model
@@ -25,7 +25,7 @@ from tensor_dedup.formats.weight_choice import is_index, why_left_out
 from tensor_dedup.formats.weights import Header, aliases_in, read_header
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.store.format.manifests import import_notes
-from tensor_dedup.store.format.names import fit, name_of, shortened, stem_of
+from tensor_dedup.store.format.names import check_name, fit, name_of, shortened, stem_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,29 +182,60 @@ def default_name(path: Path, *, follow_links: bool = False) -> str:
     return name_of(path)
 
 
-def models_at(
-    path: Path, called: str | None = None, *, follow_links: bool = False
-) -> list[tuple[Path, str]]:
-    """Return each model at `path` and its name in a store; one, if `path` is a single checkpoint.
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models at a path: each path, with its name in a store.
 
-    The names are made of `called`, if that is given. Otherwise they are those that each gets alone
-    if these differ, or else each is the name of the folder and the model's path in it. Raises the
-    errors of `open_checkpoint`.
+    `projectors` are the paths of those that are projectors. `left_out` has the files of the folder
+    that are in none of several models.
     """
-    models = paths_of_models(path, follow_links=follow_links)
-    if models == [path]:
-        own = default_name(path.absolute(), follow_links=follow_links)
-        return [(path, own if called is None else fit(called))]
-    names = []
-    for each in models:
-        try:
-            names.append(default_name(each, follow_links=follow_links))
-        except FormatError:  # of a manifest; its import will say so
-            names.append(fit(f"{each.parent.name}/{each.name}"))
-    if called is not None or len({*names}) < len(names):
-        inside = [each.relative_to(path.absolute()) for each in models]
-        names = names_within(called or name_of(path.absolute()), inside)
-    return list(zip(models, names, strict=True))
+
+    named: tuple[tuple[Path, str], ...]
+    projectors: frozenset[Path] = frozenset()
+    left_out: tuple[LeftOut, ...] = ()
+
+
+def models_at(path: Path, name: str | None = None, *, follow_links: bool = False) -> Models:
+    """Return the models at `path`: those in a folder or, if `path` is a single checkpoint, that.
+
+    In a folder, the names are made of the folder's and each model's path in it, so that models of
+    two folders differ. `name` stands in place of the folder's name, and is the name of a single
+    checkpoint. Models in the store of another tool, and repositories of a Hugging Face cache, have
+    their own names, below `name` if that is given.
+
+    Raises:
+        BadNameError: `name` is invalid.
+        CheckpointError: One of the errors of `open_checkpoint`.
+    """
+    if name is not None:
+        check_name(name)
+    try:
+        open_checkpoint(path, follow_links=follow_links)
+    except SeveralModelsError as error:
+        models = [Path(each).absolute() for each in error.models]
+        projectors = frozenset(Path(each).absolute() for each in error.projectors)
+        left_out = error.left_out
+    else:
+        called = name or default_name(path.absolute(), follow_links=follow_links)
+        return Models(((path, called),))
+    if is_manifest(models[0]) or is_repository(models[0]):
+        names = [_tool_name(each, follow_links) for each in models]
+        below = [PurePath(each) for each in names]
+        if name is not None:
+            names = names_within(name, below)
+        elif len({*names}) < len(names):
+            names = names_within(name_of(path.absolute()), below)
+    else:
+        inside = [each.relative_to(snapshot_in(path).absolute()) for each in models]
+        names = names_within(name or name_of(path.absolute()), inside)
+    return Models(tuple(zip(models, names, strict=True)), projectors, left_out)
+
+
+def _tool_name(model: Path, follow_links: bool) -> str:
+    try:
+        return default_name(model, follow_links=follow_links)
+    except FormatError:  # of a manifest; its import will say so
+        return fit(f"{model.parent.name}/{model.name}")
 
 
 def paths_of_models(path: Path, *, follow_links: bool = False) -> list[Path]:
@@ -223,10 +254,14 @@ def names_within(folder: str, models: Sequence[PurePath]) -> list[str]:
     """Return a name in a store for each of several models in one folder; no two are equal.
 
     `folder` is the folder's name in the store, and `models` are the paths of the models in it. A
-    name is made of both. Those that would be equal, such as the names of `m (1).gguf` and
-    `m [1].gguf`, end in digits of the digest of the path.
+    name is made of both; `m/m.gguf` is called `m`. Those that would be equal, such as the names of
+    `m (1).gguf` and `m [1].gguf`, end in digits of the digest of the path.
     """
-    names = [fit(f"{folder}/{each.with_name(stem_of(each)).as_posix()}") for each in models]
+    names = []
+    for each in models:
+        inside = each.with_name(stem_of(each)).as_posix()
+        repeats = inside == PurePath(folder).name
+        names.append(fit(folder if repeats else f"{folder}/{inside}"))
     times = Counter(names)
     return [
         name if times[name] == 1 else fit(f"{folder}/{each.as_posix()}", marked=True)
