@@ -1,9 +1,6 @@
 """GGUF and torch.save on the command line: analyzed, imported, listed, shown, exported."""
 
-import json
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy
@@ -11,18 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from processes import commands
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return commands.run(*arguments)
-
-
-def document(*arguments: str | Path) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert (result.returncode, result.stderr) == (0, "")
-    loaded: dict[str, Any] = json.loads(result.stdout)
-    return loaded
+from processes.commands import document, run
 
 
 @pytest.fixture

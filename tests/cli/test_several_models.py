@@ -3,10 +3,8 @@
 import json
 import re
 import struct
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from files.model_store_files import (
     safetensors_bytes,
     write,
 )
-from processes import commands
+from processes.commands import document, run
 from store_runs.stores import content
 from tensor_dedup import Store, load_tensors
 from tensor_dedup.errors import TensorDedupError, UnsupportedError
@@ -28,17 +26,6 @@ from tensor_dedup.planning.substitution.substitute import substitute
 
 ALPHA = gguf_bytes({"blk.0.a": 1.0, "blk.1.a": 2.0})
 BETA = gguf_bytes({"blk.0.a": 1.0, "blk.1.a": 3.0})
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return commands.run(*arguments)
-
-
-def document(*arguments: str | Path) -> dict[str, Any]:
-    result = run(*arguments, "--json")
-    assert (result.returncode, result.stderr) == (0, "")
-    loaded: dict[str, Any] = json.loads(result.stdout)
-    return loaded
 
 
 def quantisations(root: Path) -> Path:

@@ -665,10 +665,10 @@ def _hub_cache(cache: Path, links: LinkBoundary) -> SeveralModelsError:
         links.check(each)
     names = [each.name.removeprefix(MODELS).replace("--", "/", 1) for each in held]
     command = f"HF_HUB_CACHE={shlex.quote(str(cache.absolute()))} tensor-dedup import"
-    listed = ", ".join(names[:_SHOWN]) + (" ..." if names[_SHOWN:] else "")
     return SeveralModelsError(
-        f"{cache}: a Hugging Face cache, with {listed}; name one of them by ORG/NAME, as in "
-        f"`{command} {shlex.quote(names[0])}`, or index all of them with `{command} --hub-cache`",
+        f"{cache}: a Hugging Face cache, with {_listed(names)}; name one of them by ORG/NAME, as "
+        f"in `{command} {shlex.quote(names[0])}`, or index all of them with "
+        f"`{command} --hub-cache`",
         path=str(cache),
         models=list(map(str, held)),
     )
@@ -694,21 +694,23 @@ def _repeated(path: Path, name: str, other: Path) -> CheckpointFilesError:
     )
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
+
+
 def _unsupported(path: Path, names: list[str]) -> UnsupportedError:
-    shown = ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
     return UnsupportedError(
-        f"{path}: only {shown}; this version reads safetensors, GGUF and files of torch.save: "
-        "convert the weights first",
+        f"{path}: only {_listed(names)}; this version reads safetensors, GGUF and files of "
+        "torch.save: convert the weights first",
         path=str(path),
         files=names,
     )
 
 
 def _unfinished(path: Path, names: list[str]) -> CheckpointNotFoundError:
-    shown = ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
     return CheckpointNotFoundError(
-        f"{path}: only {shown}, a download that is not finished; download the model again, and "
-        "give it then",
+        f"{path}: only {_listed(names)}, a download that is not finished; download the model "
+        "again, and give it then",
         path=str(path),
         files=names,
     )

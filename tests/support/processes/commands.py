@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -43,6 +44,14 @@ def run(
         status = json.loads(server.stdout.readline())
         texts = (Path(each.name).read_text() for each in (out, err))
         return subprocess.CompletedProcess(["tensor-dedup", *command], status, *texts)
+
+
+def document(*arguments: str | Path) -> dict[str, Any]:
+    """The JSON document of a command that succeeds and says nothing else."""
+    result = run(*arguments, "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    loaded: dict[str, Any] = json.loads(result.stdout)
+    return loaded
 
 
 @cache
