@@ -85,7 +85,8 @@ _EXEMPT_BY_REASON: Final[Mapping[str, str]] = {
         "DNNL_VERBOSE KMP_WARNINGS MKL_VERBOSE NCCL_DEBUG NCCL_DEBUG_FILE "
         "OMP_DISPLAY_AFFINITY OMP_DISPLAY_ENV ONEDNN_VERBOSE TORCH_CPP_LOG_LEVEL "
         "TORCH_DISTRIBUTED_DEBUG TORCH_LOGS TORCH_LOGS_FORMAT TORCH_LOGS_OUT "
-        "TORCH_SHOW_CPP_STACKTRACES TORCH_TRACE VLLM_COMPUTE_NANS_IN_LOGITS "
+        "TORCH_SHOW_CPP_STACKTRACES TORCH_TRACE TRITON_PRINT_AUTOTUNING "
+        "VLLM_COMPUTE_NANS_IN_LOGITS "
         "VLLM_CONFIGURE_LOGGING VLLM_DEBUG_DUMP_PATH VLLM_DEBUG_LOG_API_SERVER_RESPONSE "
         "VLLM_DEBUG_WORKSPACE VLLM_DISABLE_LOG_LOGO VLLM_DO_NOT_TRACK VLLM_GC_DEBUG "
         "VLLM_LOGGING_COLOR VLLM_LOGGING_CONFIG_PATH VLLM_LOGGING_LEVEL VLLM_LOGGING_PREFIX "
@@ -208,6 +209,12 @@ def process_state() -> str:
     The last bits of sums and products depend on threads, precision settings and libraries.
     """
     return blake3(process_text().encode(), derive_key_context=_CONTEXT).hexdigest()
+
+
+def version_state() -> str:
+    """Return a digest of the versions and the machine, on which the meaning of a recipe depends."""
+    text = json.dumps(_versions(), sort_keys=True)
+    return blake3(text.encode(), derive_key_context=_CONTEXT).hexdigest()
 
 
 def process_text() -> str:

@@ -40,6 +40,14 @@ _CONTEXT = "tensor-dedup recipe v1"
 _PARTS_CONTEXT = "tensor-dedup parts v1"
 _HERE = repr(Target.HERE)
 COPY = torch.ops.aten.copy_.default
+# What gives a new tensor the elements of others, unchanged if all are of one dtype.
+_MOVES = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.stack.default,
+}
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
@@ -102,6 +110,44 @@ def whole_source(view: View) -> SourceTensor | None:
     if (value.shape, value.stride) != (target.shape, target.stride):
         return None
     return whole_source(value)
+
+
+def only_moves(view: View) -> bool:
+    """Return whether the bytes of `view` are moved and filled in, but never computed.
+
+    This is true of a tensor that is whole, fused, stacked, sliced, transposed or padded, and false
+    of one that was cast, scaled or added to. The bytes then follow from the recipe alone, whatever
+    the settings of the process are.
+    """
+    for storage, version in _reach(view):
+        operation = storage.operation
+        if operation is not None and needs_base(storage, version):
+            dtype = operation.layout.dtype
+            if operation.func not in _MOVES or not _all_of(dtype, operation.args):
+                return False
+        if not all(map(_is_move, live_writes(storage, version))):
+            return False
+    return True
+
+
+def _is_move(write: Write) -> bool:
+    if write.func is COPY:
+        return _all_of(write.target.dtype, write.args[1:2])
+    return write.func in _FILLS
+
+
+def _all_of(dtype: torch.dtype, values: Sequence[Any]) -> bool:
+    """Return whether every tensor among `values`, which may hold lists of them, is of `dtype`."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            if not _all_of(dtype, value):
+                return False
+        elif isinstance(value, Const):
+            if value.value.dtype is not dtype:
+                return False
+        elif isinstance(value, View) and value.dtype is not dtype:
+            return False
+    return True
 
 
 class RecipeBook:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from tensor_dedup.loader.deferred.layer_key import process_state
-from tensor_dedup.loader.deferred.recipe import whole_source
+from tensor_dedup.loader.deferred.layer_key import process_state, version_state
+from tensor_dedup.loader.deferred.recipe import only_moves, whole_source
 from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.torch_dtypes import has_name
 
@@ -34,15 +34,20 @@ class RecipeLookup:
     provider: ResidentProvider
     book: RecipeBook
     _state: str = field(default_factory=process_state)
+    _versions: str = field(default_factory=version_state)
     _hits: dict[int, AnyResident] = field(default_factory=dict)  # by id of the parameter
 
     def key(self, each: DeferredParameter) -> str:
         """Return the key under which the recipe of the parameter `each` is looked up.
 
-        All source tensors of the parameter must have their digests.
+        All source tensors of the parameter must have their digests. What is computed has the
+        settings of the process in its key. What is only moved has not: frameworks change settings
+        while they run. vLLM's monitor of kernels sets TRITON_PRINT_AUTOTUNING when the first engine
+        on a GPU is warm.
         """
-        recipe = self.book.digest(each.require_view())
-        return f"recipe:{self.plan.config.hash_algorithm}:{self._state}:{recipe}"
+        view = each.require_view()
+        state = self._versions if only_moves(view) else self._state
+        return f"recipe:{self.plan.config.hash_algorithm}:{state}:{self.book.digest(view)}"
 
     def find(self, parameters: Iterable[DeferredParameter]) -> None:
         """Look up the residents for the recipes of `parameters`, in one batch.

@@ -48,7 +48,7 @@ from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
-from vllm_runs import engines, plain, shared
+from vllm_runs import engines, loads, plain, shared
 
 pytestmark = pytest.mark.vllm
 _PLACE = torch.device("cpu")
@@ -135,6 +135,27 @@ def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
         assert verify().residents >= len(shared.parameters(base))
         engines.drop(base, tuned)
         del base, tuned
+
+
+def test_a_known_model_is_not_read_again_when_settings_have_changed_since(
+    llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's monitor of kernels sets this variable once the first engine of a process is warm."""
+    engines.leave_alone(llama.base / checkpoints.WEIGHTS)
+    with on(driver), loads.prepared(llama.base):
+        first = loads.load(llama.base, {})
+        assert engines.last_report().bytes_read == checkpoints.nbytes(llama.base)
+        monkeypatch.setenv("TRITON_PRINT_AUTOTUNING", "1")
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        second = loads.load(llama.base, {})
+        last = engines.last_report()
+        assert last.known
+        assert last.shared_bytes == last.total_bytes
+        fused = [name for name in second.parameters() if "qkv_proj" in name]
+        assert fused
+        assert last.bytes_read == last.bytes_hashed == 0
+        assert second.parameters() == first.parameters()
+        del first, second
 
 
 def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(

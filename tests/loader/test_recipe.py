@@ -7,16 +7,21 @@ import pytest
 import torch
 from torch import nn
 
+from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.loader.deferred.layer_records import structure_of
 from tensor_dedup.loader.deferred.recipe import (
     RecipeBook,
     live_writes,
     needs_base,
+    only_moves,
     references,
     sources_of,
     whole_source,
 )
+from tensor_dedup.loader.deferred.recipe_lookup import RecipeLookup
+from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
+from tensor_dedup.loader.residents.provider import HostProvider
 from vllm_runs import deferring
 from vllm_runs.deferring import Load, Weights, module
 
@@ -104,6 +109,48 @@ def test_recipes_are_equal_exactly_where_bytes_are(tmp_path: Path) -> None:
         assert by_recipe.setdefault(found, made) == made, name
         assert recipe(path, load) == found, name
     assert len(by_recipe) == len(_loads())
+
+
+_COMPUTED = {
+    "scaled", "scaled otherwise", "added", "scaled in place", "by half", "by bfloat16", "constant",
+    "constant, turned", "laid out by a constant", "laid out by it turned",
+}  # fmt: skip
+
+
+def test_a_recipe_only_moves_bytes_where_nothing_is_computed(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    found = set()
+    for name, load in _loads().items():
+        with deferring.deferred(module(p=torch.full((4, 4), 7.0)), path, load) as run:
+            if not only_moves(run.view("p")):
+                found.add(name)
+    assert found == _COMPUTED
+
+
+@pytest.mark.parametrize("name", ["rows", "joined", "turned", "scaled", "by half"])
+def test_the_settings_of_the_process_are_in_the_key_of_what_is_computed_alone(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = module(p=torch.full((4, 4), 7.0))
+    with deferring.deferred(model, checkpoint(tmp_path), _loads()[name]) as run:
+        run.recipe("p")
+        keys = set()
+        for threads in ("3", "5"):
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+            provider = HostProvider()
+            plan = SharingPlan(TensorDedupConfig(), provider, run.evaluator)
+            keys.add(RecipeLookup(plan, provider, run.book).key(run.parameters["p"]))
+    assert len(keys) == (2 if name in _COMPUTED else 1)
+
+
+def test_a_join_of_two_types_is_computed(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, v=VALUES.half())
+
+    def load(m: Any, w: Weights) -> None:
+        m.p.data.copy_(torch.cat([w["w"][:2], w["v"][:2]]))
+
+    with deferring.deferred(module(p=torch.zeros(4, 4)), path, load) as run:
+        assert not only_moves(run.view("p"))
 
 
 def test_the_same_numbers_in_another_layout_are_other_recipes(tmp_path: Path) -> None:
