@@ -17,13 +17,14 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener, VmmOpener, total
+from tensor_dedup.loader.cuda.transfers import Transfers
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan, SlabRange
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,
@@ -190,6 +191,7 @@ class Gpu:
         driver.init()
         self.driver: Final = driver
         self.device: Final[GpuInfo] = find_device(driver, device)
+        self.transfers: Final = Transfers(driver, self.device.ordinal)
         self.retired: Final[deque[_PendingUnmap]] = deque()
         self.stuck: Final[list[_PendingUnmap]] = []
         self._alive: Final[weakref.WeakSet[DeviceMapping]] = weakref.WeakSet()
@@ -250,24 +252,48 @@ class Gpu:
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
 
+    @contextmanager
+    def writable(
+        self,
+        slabs: Sequence[Sequence[MappedExtent]],
+        opener: Opener,
+        fence: Callable[[], None] | None = None,
+    ) -> Iterator[list[int]]:
+        """Context manager: while it is active, slabs are mapped writable, and can be filled.
+
+        Each item of `slabs` lists slabs that `opener.open` maps side by side. The context manager
+        yields the address of each item. The GPU's context is current meanwhile. At the end, also
+        after an error, `fence()` is called before the slabs are unmapped. It must wait until the
+        GPU no longer writes to them. The default waits for all work of the GPU.
+
+        Raises:
+            BackendError: The driver refuses. If it cannot unmap the slabs, do not publish them.
+        """
+        self._try_to_reap()
+        with self.entered(), Undo() as undo:
+            addresses = []
+            for extents in slabs:
+                open_ = partial(opener.open, extents, Access.READ_WRITE)
+                address = self.with_room(open_)
+                undo.add(partial(opener.close, address, extents))
+                addresses.append(address)
+            try:
+                yield addresses
+            finally:
+                # Also after a failure: what was begun must not meet an unmapped page.
+                (fence or self.driver.synchronize)()
+            # Not left to the end of the block: who cannot unmap must not say that all is written.
+            for error in undo.run():
+                raise error
+
     def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
         """Fill the slab `extent`: map it by `opener.open`, call `write(address)`, and unmap it.
 
         The GPU's context is current while `write` runs. This waits for all work of the GPU before
         it unmaps the slab, also if `write` fails. Errors of `write` are passed on.
         """
-        self._try_to_reap()
-        with self.entered(), Undo() as undo:
-            address = self.with_room(lambda: opener.open([extent], Access.READ_WRITE))
-            undo.add(lambda: opener.close(address, [extent]))
-            try:
-                write(address)
-            finally:
-                # Also after a failure: what was begun must not meet an unmapped page.
-                self.driver.synchronize()
-            undo.keep()
-            # Not left to the undo stack: who cannot unmap must not say that all is written.
-            opener.close(address, [extent])
+        with self.writable([[extent]], opener) as [address]:
+            write(address)
 
     def with_room(self, do: Callable[[], _T], short: type[BaseException] = NoMemoryError) -> _T:
         """Call `do`, which allocates memory, and return its result.

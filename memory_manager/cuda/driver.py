@@ -1,4 +1,4 @@
-"""The interface of the CUDA driver: the about thirty calls that this package uses.
+"""The interface of the CUDA driver: the about forty calls that this package uses.
 
 The docstring of each method names the calls of the driver that it makes. Handles, addresses and
 events are integers; sizes are in bytes. A failed call raises NoMemoryError if the GPU is full, and
@@ -133,6 +133,36 @@ class Driver(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all work of the context (cuCtxSynchronize)."""
+
+    # Copies in the background. A stream does what is begun on it in order, and waits for no other.
+
+    def stream(self) -> int:
+        """Return a new stream of the context (cuStreamCreate, CU_STREAM_NON_BLOCKING)."""
+
+    def begin_copy_in(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Begin a copy from page-locked host memory to the device (cuMemcpyHtoDAsync).
+
+        Keep the bytes at `source` unchanged until an event that was recorded afterwards has passed.
+        """
+
+    def begin_copy_out(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Begin a copy from the device to page-locked host memory (cuMemcpyDtoHAsync)."""
+
+    def record(self, stream: int) -> int:
+        """Return an event that marks the end of what was begun on `stream` so far.
+
+        The driver's calls are cuEventCreate and cuEventRecord.
+        """
+
+    def page_lock(self, nbytes: int) -> int:
+        """Allocate page-locked host memory for all contexts of this process (cuMemHostAlloc).
+
+        Return its address. A GPU copies from such memory at the full speed of its bus. The memory
+        is slow to allocate (about a second for a GB on an H200's machine).
+        """
+
+    def page_unlock(self, address: int) -> None:
+        """Free memory from `page_lock` (cuMemFreeHost)."""
 
     def mark(self) -> int:
         """Return an event that marks the end of the work queued so far.

@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, Final
 
 from tensor_dedup.memory_manager.cuda.driver import (
@@ -192,18 +193,51 @@ class NvidiaDriver:
         """Call cuCtxSynchronize."""
         self._ask("cuCtxSynchronize")
 
-    def mark(self) -> int:
-        """Call cuEventCreate and cuCtxRecordEvent."""
-        if not self._stack():
-            raise refused("cuEventCreate", Result.INVALID_CONTEXT)
+    def stream(self) -> int:
+        """Call cuStreamCreate."""
+        self._require()
+        flag = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+        return int(self._ask("cuStreamCreate", int(flag)))
+
+    def begin_copy_in(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Call cuMemcpyHtoDAsync."""
+        self._ask("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+
+    def begin_copy_out(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Call cuMemcpyDtoHAsync."""
+        self._ask("cuMemcpyDtoHAsync", target, source, nbytes, stream)
+
+    def record(self, stream: int) -> int:
+        """Call cuEventCreate and cuEventRecord."""
+        return self._event(lambda event: self._ask("cuEventRecord", event, stream))
+
+    def _event(self, record: Callable[[Any], object]) -> int:
+        self._require()
         flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
         event = self._ask("cuEventCreate", int(flag))
         try:
-            self._ask("cuCtxRecordEvent", self._stack()[-1], event)
+            record(event)
         except BaseException:
             self._ask("cuEventDestroy", event)
             raise
         return int(event)
+
+    def page_lock(self, nbytes: int) -> int:
+        """Call cuMemHostAlloc."""
+        self._require()
+        portable = self._api.CU_MEMHOSTALLOC_PORTABLE
+        return int(self._ask("cuMemHostAlloc", nbytes, int(portable), nbytes=nbytes))
+
+    def page_unlock(self, address: int) -> None:
+        """Call cuMemFreeHost."""
+        self._ask("cuMemFreeHost", address)
+
+    def mark(self) -> int:
+        """Call cuEventCreate and cuCtxRecordEvent."""
+        if not self._stack():
+            raise refused("cuEventCreate", Result.INVALID_CONTEXT)
+        context = self._stack()[-1]
+        return self._event(lambda event: self._ask("cuCtxRecordEvent", context, event))
 
     def done(self, event: int) -> bool:
         """Call cuEventQuery."""

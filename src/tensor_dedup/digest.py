@@ -135,16 +135,39 @@ def leaf_digests(data: "Buffer") -> list[bytes]:
         return _leaves(view)
 
 
+def on_pool(work: Callable[[], _Out]) -> "Future[_Out]":
+    """Run `work` on the thread pool, as one task in one thread, and return its future.
+
+    If a thread of the pool calls this function, `work` runs before it returns. `work` must not wait
+    for other work of the pool.
+    """
+    if _in_pool():
+        future: Future[_Out] = Future()
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            future.set_exception(error)
+        return future
+    return hand(_POOL.executor(), work)
+
+
 def submit_leaves(data: "Buffer") -> "Future[list[bytes]]":
     """Start `leaf_digests(data)` on the thread pool, as one task in one thread.
 
     If a thread of the pool calls this function, the digests are computed before it returns.
     """
-    if _in_pool():
-        future: Future[list[bytes]] = Future()
-        future.set_result(leaf_digests(data))
-        return future
-    return hand(_POOL.executor(), lambda: leaf_digests(data))
+    return on_pool(lambda: leaf_digests(data))
+
+
+def task_ranges(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges (start, stop) into which `nbytes` bytes are divided for the thread pool.
+
+    Each is one task. All begin at a multiple of LEAF_BYTES and have at most 16 MiB.
+    """
+    leaves = -(-nbytes // LEAF_BYTES)
+    step = min(-(-leaves // _thread_count()), _MAX_CHUNK_LEAVES) * LEAF_BYTES
+    for start in range(0, nbytes, step):
+        yield start, min(start + step, nbytes)
 
 
 def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
@@ -324,7 +347,7 @@ class _Job:
         work: list[Callable[[], list[bytes]]]
         has_leaves = algorithm == "blake3" and data.nbytes > LEAF_BYTES
         if has_leaves and (leaves is not None or _splits(data.nbytes, algorithm)):
-            work = [self._hasher(start, stop) for start, stop in _chunks(data.nbytes)]
+            work = [self._hasher(start, stop) for start, stop in task_ranges(data.nbytes)]
         else:
             work = [lambda: [data.serial(algorithm, fill).encode()]]
             has_leaves = False
@@ -429,13 +452,6 @@ def _bytes_of(data: "Buffer") -> memoryview:
 
 def _splits(nbytes: int, algorithm: str) -> bool:
     return algorithm == "blake3" and nbytes > LEAF_BYTES and _thread_count() > 1
-
-
-def _chunks(nbytes: int) -> Iterator[tuple[int, int]]:
-    leaves = -(-nbytes // LEAF_BYTES)
-    step = min(-(-leaves // _thread_count()), _MAX_CHUNK_LEAVES) * LEAF_BYTES
-    for start in range(0, nbytes, step):
-        yield start, min(start + step, nbytes)
 
 
 def _leaves(view: memoryview, fill: Fill | None = None, offset: int = 0) -> list[bytes]:

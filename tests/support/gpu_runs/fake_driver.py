@@ -4,6 +4,8 @@ A handle is a memory file, an address is a mapping of this process that mprotect
 context is a number. It is as strict as the documentation of each call, or stricter where that says
 "undefined": a handle or address that is none, or no more, is an error. What several processes of
 the tests share goes through descriptors, and through /proc for the old kind of sharing.
+A copy that is begun on a stream is made at once or, where the driver is `late`, at the last moment
+that CUDA allows: when an event after it, or the whole context, is waited for.
 `RefusingDriver` is any driver that refuses one call on demand, and counts them.
 """
 
@@ -12,9 +14,11 @@ import mmap
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -34,6 +38,10 @@ _PROTECTION: Final = {
     Access.READ: mmap.PROT_READ,
     Access.READ_WRITE: mmap.PROT_READ | mmap.PROT_WRITE,
 }
+
+
+# Page-locked host memory by address: of the whole process, whichever driver has allocated it.
+LOCKED: Final[dict[int, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,23 @@ def fake_uuid(ordinal: int) -> str:
     return f"GPU-{ordinal:08x}-0000-0000-0000-000000000000"
 
 
+class _Begun(NamedTuple):
+    """A copy that a stream has not made yet."""
+
+    number: int
+    stream: int
+    device: range
+    do: Callable[[], object]
+
+
+class _Event(NamedTuple):
+    """What an event waits for: busy streams, and copies by number, of one stream or of all."""
+
+    busy: frozenset[int]
+    last: int
+    stream: int | None
+
+
 class _Opened(NamedTuple):
     address: int
     uses: int
@@ -162,9 +187,16 @@ class _Opened(NamedTuple):
 class FakeDriver:
     """A `Driver` over memory files.
 
-    `visible`: which GPUs, in the order of their ordinals (CUDA_VISIBLE_DEVICES)."""
+    `visible`: which GPUs, in the order of their ordinals (CUDA_VISIBLE_DEVICES). `late`: copies
+    that are begun are made as late as possible. `traffic` counts the bytes of copies by the
+    driver's calls, and the waits for a context or for an event."""
 
-    def __init__(self, visible: tuple[int, ...] = (0,), nbytes: int = 1 << 40) -> None:
+    def __init__(
+        self, visible: tuple[int, ...] = (0,), nbytes: int = 1 << 40, *, late: bool = False
+    ) -> None:
+        self.late = late
+        self.traffic: Counter[str] = Counter()
+        self._copies: list[_Begun] = []
         self._visible = visible
         self._nbytes = nbytes
         self._owner = -1
@@ -173,7 +205,7 @@ class FakeDriver:
         self._space = DeviceAddressMap()
         self._allocations: dict[int, int] = {}  # address -> descriptor
         self._opened: dict[bytes, _Opened] = {}
-        self._events: dict[int, frozenset[int]] = {}
+        self._events: dict[int, _Event] = {}
         self._busy: dict[int, int] = {}  # stream -> how often it was made busy
         self._contexts = threading.local()
         self._lock = threading.RLock()
@@ -191,6 +223,7 @@ class FakeDriver:
             "opened": len(self._opened),
             "events": len(self._events),
             "contexts": len(self._stack()),
+            "copies": len(self._copies),
         }
         return {kind: count for kind, count in found.items() if count}
 
@@ -201,7 +234,10 @@ class FakeDriver:
     def end(self, stream: int) -> None:
         """A stream has done all its work."""
         self._busy.pop(stream)
-        self._events = {e: streams - {stream} for e, streams in self._events.items()}
+        self._events = {
+            number: each._replace(busy=each.busy - {stream})
+            for number, each in self._events.items()
+        }
 
     def access(self, address: int) -> Access:
         """What may be done at an address (cuMemGetAccess)."""
@@ -317,6 +353,10 @@ class FakeDriver:
     def unmap(self, address: int, nbytes: int) -> None:
         """Implement `Driver.unmap`."""
         self._ready("cuMemUnmap")
+        with self._lock:
+            if any(max(each.device[0], address) <= min(each.device[-1], address + nbytes - 1)
+                   for each in self._copies):  # fmt: skip
+                raise refused("cuMemUnmap", Result.ILLEGAL_ADDRESS)
         if not self._space.unmap(address, nbytes):
             raise refused("cuMemUnmap", Result.INVALID_VALUE)
 
@@ -358,23 +398,90 @@ class FakeDriver:
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
         """Implement `Driver._may`."""
         self._may("cuMemcpyHtoD", target, nbytes, Access.READ_WRITE)
+        self.traffic["copy_in"] += nbytes
         ctypes.memmove(target, source, nbytes)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
         """Implement `Driver.copy_out`."""
         self._may("cuMemcpyDtoH", source, nbytes, Access.READ)
+        self.traffic["copy_out"] += nbytes
         ctypes.memmove(target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Implement `Driver.copy`."""
         self._may("cuMemcpyDtoD", source, nbytes, Access.READ)
         self._may("cuMemcpyDtoD", target, nbytes, Access.READ_WRITE)
+        self.traffic["copy"] += nbytes
         ctypes.memmove(target, source, nbytes)
+
+    def stream(self) -> int:
+        """Implement `Driver.stream`."""
+        self._context("cuStreamCreate")
+        with self._lock:
+            made, self._next = self._next, self._next + 1
+            return made
+
+    def begin_copy_in(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Implement `Driver.begin_copy_in`, from page-locked memory only."""
+        self._may("cuMemcpyHtoDAsync", target, nbytes, Access.READ_WRITE)
+        _require_locked("cuMemcpyHtoDAsync", source, nbytes)
+        self.traffic["copy_in"] += nbytes
+        self._begin(stream, range(target, target + nbytes), target, source)
+
+    def begin_copy_out(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Implement `Driver.begin_copy_out`, to page-locked memory only."""
+        self._may("cuMemcpyDtoHAsync", source, nbytes, Access.READ)
+        _require_locked("cuMemcpyDtoHAsync", target, nbytes)
+        self.traffic["copy_out"] += nbytes
+        self._begin(stream, range(source, source + nbytes), target, source)
+
+    def _begin(self, stream: int, device: range, target: int, source: int) -> None:
+        if not self.late:
+            ctypes.memmove(target, source, len(device))
+            return
+        with self._lock:
+            number, self._next = self._next, self._next + 1
+            do = partial(ctypes.memmove, target, source, len(device))
+            self._copies.append(_Begun(number, stream, device, do))
+
+    def _make(self, last: int, stream: int | None) -> None:
+        """Make the copies up to this number: of one stream, or of all."""
+        with self._lock:
+            due = [each for each in self._copies if _is_due(each, last, stream)]
+            for each in due:
+                each.do()
+            self._copies = [each for each in self._copies if each not in due]
+
+    def record(self, stream: int) -> int:
+        """Implement `Driver.record`."""
+        self._context("cuEventCreate")
+        self._not_capturing("cuEventRecord")
+        with self._lock:
+            event, self._next = self._next, self._next + 1
+            self._events[event] = _Event(frozenset(self._busy) & {stream}, event, stream)
+            return event
+
+    def page_lock(self, nbytes: int) -> int:
+        """Implement `Driver.page_lock`."""
+        self._context("cuMemHostAlloc")
+        address = _map(0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, _NOTHING, -1)
+        LOCKED[address] = nbytes
+        self.traffic["page_lock"] += nbytes
+        return address
+
+    def page_unlock(self, address: int) -> None:
+        """Implement `Driver.page_unlock`."""
+        self._context("cuMemFreeHost")
+        if address not in LOCKED:
+            raise refused("cuMemFreeHost", Result.INVALID_VALUE)
+        _cut(address, LOCKED.pop(address))
 
     def synchronize(self) -> None:
         """Implement `Driver.synchronize`."""
         self._context("cuCtxSynchronize")
         self._not_capturing("cuCtxSynchronize")
+        self.traffic["synchronize"] += 1
+        self._make(self._next, None)
         for stream in list(self._busy):
             self.end(stream)
 
@@ -388,10 +495,10 @@ class FakeDriver:
         self._not_capturing("cuCtxRecordEvent")
         with self._lock:
             event, self._next = self._next, self._next + 1
-            self._events[event] = frozenset(self._busy)
+            self._events[event] = _Event(frozenset(self._busy), event, None)
             return event
 
-    def _event(self, call: str, event: int) -> frozenset[int]:
+    def _event(self, call: str, event: int) -> _Event:
         self._ready(call)
         if event not in self._events:
             raise refused(call, Result.INVALID_HANDLE)
@@ -399,11 +506,18 @@ class FakeDriver:
 
     def done(self, event: int) -> bool:
         """Implement `Driver._event`."""
-        return not self._event("cuEventQuery", event)
+        found = self._event("cuEventQuery", event)
+        with self._lock:
+            return not found.busy and not any(
+                _is_due(each, found.last, found.stream) for each in self._copies
+            )
 
     def wait(self, event: int) -> None:
         """Implement `Driver.wait`."""
-        for stream in self._event("cuEventSynchronize", event):
+        found = self._event("cuEventSynchronize", event)
+        self.traffic["wait"] += 1
+        self._make(found.last, found.stream)
+        for stream in found.busy:
             self.end(stream)
 
     def forget(self, event: int) -> None:
@@ -482,6 +596,18 @@ class FakeDriver:
         raise refused("cuIpcCloseMemHandle", Result.INVALID_VALUE)
 
 
+def _is_due(copy: _Begun, last: int, stream: int | None) -> bool:
+    return copy.number <= last and stream in (None, copy.stream)
+
+
+def _require_locked(call: str, address: int, nbytes: int) -> None:
+    """CUDA takes other memory, too, but copies from it in another order."""
+    if not any(
+        start <= address and address + nbytes <= start + size for start, size in LOCKED.items()
+    ):
+        raise refused(call, Result.INVALID_VALUE)
+
+
 def _number_of(fd: int) -> int | None:
     """Which fake GPU a descriptor's memory is on; None for any other file."""
     with suppress(OSError):
@@ -503,7 +629,7 @@ def _open_of(pid: int, number: int, inode: int) -> int:
 
 # What takes something back: when it fails something stays, whatever anybody does.
 CLEANING: Final = frozenset(
-    {"release", "free", "unmap", "leave", "forget", "deallocate", "ipc_close"}
+    {"release", "free", "unmap", "leave", "forget", "deallocate", "ipc_close", "page_unlock"}
 )
 
 
