@@ -14,6 +14,7 @@ import ctypes
 import logging
 import os
 import threading
+from bisect import bisect_right
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,14 +47,18 @@ MOST_BUFFERS: Final = 64
 class UploadPart(NamedTuple):
     """A part of a tensor, and a function that reads it: `nbytes` bytes from byte `start` on.
 
-    `fill(into, offset)` fills the buffer `into`, a leaf (2 MiB) or what is left of the part, with
-    the bytes from `offset` on, counted from the beginning of the part. It is called by several
-    threads at once. It may return the digest of that leaf, which is then not computed.
+    `fill(into, offset)` fills the buffer `into`, which has at most 2 MiB, with the bytes from
+    `offset` on, counted from the beginning of the part. It is called by several threads at once.
+    `into` is a whole leaf of the part if the part begins at a leaf of the tensor. `fill` may then
+    return the digest of the leaf, which is not computed.
+
+    `has_leaves` says that the leaf digests of the part by itself are wanted, too.
     """
 
     start: int
     nbytes: int
     fill: Fill
+    has_leaves: bool = False
 
 
 def file_part(fd: int, start: int, nbytes: int) -> UploadPart:
@@ -72,6 +77,124 @@ def memory_part(tensor: torch.Tensor) -> UploadPart:
         ctypes.memmove(_address_of(into), tensor.data_ptr() + offset, len(into))
 
     return UploadPart(0, tensor.nbytes, fill)
+
+
+class _Fragment(NamedTuple):
+    """Bytes of one part in one leaf of the tensor, and their leaf digest where `fill` knew it."""
+
+    part: int
+    offset: int
+    view: memoryview
+    known: bytes | None
+
+
+class HostContent:
+    """The bytes of a tensor in files or host memory, and the digests that their upload gives.
+
+    The tensor can be uploaded in ranges that begin at leaves. Safe from any thread.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        parts: Sequence[UploadPart],
+        *,
+        leaves: Sequence[bytes] = (),
+        hashed: bool = True,
+    ) -> None:
+        """Describe a tensor of `nbytes` bytes, which `parts` fill without gap or overlap.
+
+        `leaves` are the tensor's leaf digests if they are known. Without `hashed`, or if they are
+        known, nothing is hashed.
+        """
+        self.nbytes: Final = nbytes
+        self.parts: Final = sorted(parts, key=lambda part: part.start)
+        self.hashed: Final = hashed and not leaves
+        self._starts: Final = [part.start for part in self.parts]
+        self._leaves: dict[int, bytes] = dict(enumerate(leaves))
+        self._joined: Final = [
+            JoinedLeaves(part.nbytes) if part.has_leaves and self.hashed else None
+            for part in self.parts
+        ]
+        self._lock = threading.Lock()
+        self._bytes_hashed = 0
+
+    @property
+    def leaves(self) -> list[bytes]:
+        """The leaf digests of the tensor. They are known when all of it was uploaded."""
+        return self.leaves_of(0, self.nbytes)
+
+    def leaves_of(self, start: int, end: int) -> list[bytes]:
+        """Return the leaf digests of the bytes `start` to `end`, which were uploaded."""
+        numbers = range(start // LEAF_BYTES, -(-end // LEAF_BYTES))
+        return [self._leaves[number] for number in numbers]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the tensor. It is known when all of it was uploaded."""
+        return combine(self.nbytes, self.leaves)
+
+    def part_leaves(self, part: UploadPart) -> list[bytes]:
+        """Return the leaf digests of `part` by itself, when all of the tensor was uploaded.
+
+        `part` is one of the content's parts, and has `has_leaves`.
+        """
+        joined = self._joined[self.parts.index(part)]
+        assert joined is not None
+        return joined.leaves()
+
+    @property
+    def bytes_hashed(self) -> int:
+        """The number of bytes that were hashed.
+
+        A part whose leaves are wanted and that does not begin at a leaf of the tensor is hashed
+        twice: for its own leaf digests and for those of the tensor.
+        """
+        joined = sum(each.bytes_hashed for each in self._joined if each is not None)
+        return self._bytes_hashed + joined
+
+    def fill(self, view: memoryview, at: int) -> list[_Fragment]:
+        """Fill `view` with the bytes of the tensor from `at` on, a multiple of LEAF_BYTES.
+
+        Pass the result to `hash`.
+        """
+        found = []
+        number = max(bisect_right(self._starts, at) - 1, 0)
+        begin = 0
+        while begin < len(view):
+            part = self.parts[number]
+            offset = at + begin - part.start
+            if offset == part.nbytes:
+                number += 1
+                continue
+            to_leaf = LEAF_BYTES - begin % LEAF_BYTES
+            size = min(part.nbytes - offset, to_leaf, len(view) - begin)
+            piece = view[begin : begin + size]
+            found.append(_Fragment(number, offset, piece, part.fill(piece, offset)))
+            begin += size
+        return found
+
+    def hash(self, view: memoryview, at: int, fragments: Sequence[_Fragment]) -> None:
+        """Hash the leaves in `view`, which `fill` has filled from byte `at` of the tensor on."""
+        waiting = deque(fragments)
+        for begin in range(0, len(view), LEAF_BYTES):
+            leaf = view[begin : begin + LEAF_BYTES]
+            mine, size = [], 0
+            while size < len(leaf):
+                mine.append(waiting.popleft())
+                size += len(mine[-1].view)
+            alone = mine[0] if len(mine) == 1 else None
+            digest = (alone.known if alone else None) or self._hashed(leaf)
+            self._leaves[(at + begin) // LEAF_BYTES] = digest
+            for each in mine:
+                joined = self._joined[each.part]
+                if joined is not None:
+                    joined.add(each.offset, each.view, digest if alone else None)
+
+    def _hashed(self, leaf: memoryview) -> bytes:
+        with self._lock:
+            self._bytes_hashed += len(leaf)
+        return blake3(leaf).digest()
 
 
 class Transfers:
@@ -96,18 +219,27 @@ class Transfers:
     ) -> DeviceTransfer:
         """Begin to copy a tensor of `nbytes` bytes to the GPU address `address`.
 
-        `parts` fill the tensor, in any order. With `hashed`, the leaf digests of each part and of
-        the tensor are computed on the way. Wait for the result, also after an error of another
-        transfer. The GPU may still be copying then: call `fence` before anybody uses the bytes, and
-        before the address is unmapped.
+        `parts` fill the tensor. With `hashed`, its leaf digests are computed on the way.
+        `upload_range` says what to do next.
         """
+        return self.upload_range(address, HostContent(nbytes, parts, hashed=hashed))
+
+    def upload_range(
+        self, address: int, content: HostContent, start: int = 0, end: int | None = None
+    ) -> DeviceTransfer:
+        """Begin to copy the bytes `start` to `end` of `content` to the GPU address `address`.
+
+        `start` is a multiple of LEAF_BYTES, as is `end` unless it is the tensor's end, which is the
+        default. Wait for the result, also after an error of another transfer. The GPU may still be
+        copying then: call `fence` before anybody uses the bytes, and before the address is
+        unmapped.
+        """
+        end = content.nbytes if end is None else end
         stream = self._opened()
-        made = DeviceTransfer(nbytes, len(parts), hashed=hashed)
-        for number, part in enumerate(parts):
-            for start, stop in task_ranges(part.nbytes):
-                made.tasks.append(
-                    (number, on_pool(partial(self._send, made, part, address, start, stop, stream)))
-                )
+        made = DeviceTransfer(content)
+        for first, last in task_ranges(end - start):
+            task = partial(self._send, made, address + first, start + first, start + last, stream)
+            made.tasks.append(on_pool(task))
         return made
 
     def download(
@@ -126,10 +258,11 @@ class Transfers:
         the address is unmapped.
         """
         stream = self._opened()
-        made = DeviceTransfer(nbytes, 1, hashed=hashed)
+        whole = UploadPart(0, nbytes, lambda into, offset: None)
+        made = DeviceTransfer(HostContent(nbytes, [whole], hashed=hashed))
         for start, stop in task_ranges(nbytes):
             task = partial(self._receive, made, address, write, start, stop, stream)
-            made.tasks.append((0, on_pool(task)))
+            made.tasks.append(on_pool(task))
         return made
 
     def fence(self) -> None:
@@ -151,29 +284,20 @@ class Transfers:
                     self._stream = self._driver.stream()
             return self._stream
 
-    def _send(
-        self,
-        made: DeviceTransfer,
-        part: UploadPart,
-        address: int,
-        start: int,
-        stop: int,
-        stream: int,
-    ) -> list[bytes]:
-        leaves: list[bytes] = []
+    def _send(self, made: DeviceTransfer, address: int, start: int, stop: int, stream: int) -> None:
+        content = made.content
         with current(self._driver, self._device), made.failing():
             for at in range(start, stop, BUFFER_BYTES):
                 if made.failed:
                     break  # what is left of it is of no use
                 nbytes = min(BUFFER_BYTES, stop - at)
                 with self._ring.buffer(self._driver, stream) as buffer:
-                    views = [*_leaves_in(buffer.view, nbytes)]
-                    known = [part.fill(view, at + n * LEAF_BYTES) for n, view in enumerate(views)]
-                    target = address + part.start + at
+                    view = buffer.view[:nbytes]
+                    fragments = content.fill(view, at)
+                    target = address + at - start
                     buffer.begin(self._driver.begin_copy_in, target, buffer.address, nbytes)
-                    if made.hashed:  # and the copy goes on meanwhile
-                        leaves += made.hash(views, known, part.start + at)
-        return leaves
+                    if content.hashed:  # and the copy goes on meanwhile
+                        content.hash(view, at, fragments)
 
     def _receive(
         self,
@@ -183,8 +307,8 @@ class Transfers:
         start: int,
         stop: int,
         stream: int,
-    ) -> list[bytes]:
-        leaves: list[bytes] = []
+    ) -> None:
+        content = made.content
         with current(self._driver, self._device), made.failing():
             for at in range(start, stop, BUFFER_BYTES):
                 if made.failed:
@@ -194,25 +318,23 @@ class Transfers:
                     source = address + at
                     buffer.begin(self._driver.begin_copy_out, buffer.address, source, nbytes)
                     buffer.wait()
+                    view = buffer.view[:nbytes]
+                    if content.hashed:
+                        content.hash(view, at, content.fill(view, at))
                     if write is not None:
-                        write(buffer.view[:nbytes], at)
-                    if made.hashed:
-                        views = [*_leaves_in(buffer.view, nbytes)]
-                        leaves += made.hash(views, [None] * len(views), at)
-        return leaves
+                        write(view, at)
 
 
 class DeviceTransfer:
-    """A tensor that is being copied to or from a GPU. For one thread, that which began it."""
+    """Bytes that are being copied to or from a GPU. For one thread, that which began it.
 
-    def __init__(self, nbytes: int, parts: int, *, hashed: bool) -> None:
-        """Describe a tensor of `nbytes` bytes that consists of so many `parts`."""
-        self.nbytes: Final = nbytes
-        self.hashed: Final = hashed
+    `content` is the tensor, with its digests when `wait` has returned.
+    """
+
+    def __init__(self, content: HostContent) -> None:
+        self.content: Final = content
         self.failed = False
-        self.tasks: Final[list[tuple[int, Future[list[bytes]]]]] = []
-        self._parts: Final = parts
-        self._joined: Final = JoinedLeaves(nbytes)
+        self.tasks: Final[list[Future[None]]] = []
 
     def wait(self, progress: Callable[[], None] | None = None) -> None:
         """Wait until no thread works on the transfer any more, and raise the first error.
@@ -220,7 +342,7 @@ class DeviceTransfer:
         The GPU may still be copying to its memory. `progress` is called now and then.
         """
         errors = []
-        for _, task in self.tasks:
+        for task in self.tasks:
             errors.append(task.exception())
             if progress is not None:
                 progress()
@@ -229,30 +351,9 @@ class DeviceTransfer:
             raise failed
 
     @property
-    def leaves(self) -> list[bytes]:
-        """The leaf digests of the tensor. Call `wait` first."""
-        return self._joined.leaves()
-
-    @property
     def digest(self) -> str:
-        """The digest of the tensor. Call `wait` first."""
-        return combine(self.nbytes, self.leaves)
-
-    @property
-    def bytes_hashed(self) -> int:
-        """The number of bytes that were hashed.
-
-        Parts that do not begin at a leaf of the tensor are hashed twice: for their own leaf digests
-        and for those of the tensor.
-        """
-        return self._joined.bytes_hashed
-
-    def part_leaves(self, number: int) -> list[bytes]:
-        """Return the leaf digests of the part `number`, hashed as if it were a tensor.
-
-        Call `wait` first.
-        """
-        return [leaf for part, task in self.tasks if part == number for leaf in task.result()]
+        """The digest of the tensor, if all of it was copied and hashed. Call `wait` first."""
+        return self.content.digest
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -263,29 +364,10 @@ class DeviceTransfer:
             self.failed = True
             raise
 
-    def hash(
-        self, views: Sequence[memoryview], known: Sequence[bytes | None], at: int
-    ) -> list[bytes]:
-        """Hash leaves of a part, which begin at byte `at` of the tensor; return their digests.
-
-        `known` has those digests that are known already. Safe from any thread.
-        """
-        found = []
-        for view, digest in zip(views, known, strict=True):
-            found.append(digest or blake3(view).digest())
-            self._joined.add(at, view, found[-1], hashed=not digest)
-            at += len(view)
-        return found
-
-
-def _leaves_in(view: memoryview, nbytes: int) -> Iterator[memoryview]:
-    for first in range(0, nbytes, LEAF_BYTES):
-        yield view[first : min(first + LEAF_BYTES, nbytes)]
-
 
 @dataclass(slots=True)
 class _OpenLeaf:
-    """A leaf in which parts meet: the bytes so far, and those that came before their turn."""
+    """A leaf of which a piece has come: the bytes so far, and those that came too early."""
 
     hasher: blake3 = field(default_factory=blake3)
     done: int = 0
@@ -294,38 +376,37 @@ class _OpenLeaf:
 
 
 class JoinedLeaves:
-    """The leaf digests of a tensor, from those of parts that may begin anywhere in it.
+    """The leaf digests of a tensor, from pieces of it that may begin anywhere.
 
-    A part that begins at a leaf of the tensor has the tensor's leaves; from other parts the leaves
-    of the tensor are hashed once more. Safe from any thread.
+    Safe from any thread.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes: Final = nbytes
         self._leaves: dict[int, bytes] = {}
         self._open: dict[int, _OpenLeaf] = {}
-        self._counted = threading.Lock()
-        self.bytes_hashed = 0  # by `add`, and by whoever computed the digests that it got
+        self._lock = threading.Lock()
+        self.bytes_hashed = 0
 
-    def add(self, at: int, piece: memoryview, digest: bytes, *, hashed: bool = True) -> None:
+    def add(self, at: int, piece: memoryview, digest: bytes | None) -> None:
         """Add a piece of at most LEAF_BYTES, which begins at byte `at` of the tensor.
 
-        `digest` is the piece's leaf digest, and `hashed` says that it was computed just now. Each
-        byte of the tensor must be added once.
+        `digest` is the leaf digest of the piece if it is known. It is used if the piece is a leaf.
+        Each byte of the tensor must be added once.
         """
-        more, begin = 0, 0
+        hashed, begin = 0, 0
         while begin < len(piece):
             number, inside = divmod(at + begin, LEAF_BYTES)
             leaf_bytes = min(LEAF_BYTES, self._nbytes - number * LEAF_BYTES)
             size = min(leaf_bytes - inside, len(piece) - begin)
-            if size == leaf_bytes == len(piece):
+            if digest is not None and size == leaf_bytes == len(piece):
                 self._leaves[number] = digest
             else:
                 self._join(number, inside, piece[begin : begin + size], leaf_bytes)
-                more += size
+                hashed += size
             begin += size
-        with self._counted:
-            self.bytes_hashed += more + (len(piece) if hashed else 0)
+        with self._lock:
+            self.bytes_hashed += hashed
 
     def _join(self, number: int, inside: int, piece: memoryview, leaf_bytes: int) -> None:
         leaf = self._open.setdefault(number, _OpenLeaf())

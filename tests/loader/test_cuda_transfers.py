@@ -25,6 +25,7 @@ from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.transfers import (
     BUFFER_BYTES,
+    HostContent,
     Ring,
     Transfers,
     UploadPart,
@@ -59,8 +60,8 @@ class Place:
         with writable as [address]:
             made = self.transfers.upload(address + at, nbytes, parts, hashed=hashed)
             made.wait()
-        self.leaves = [made.part_leaves(number) for number in range(len(parts))]
-        self.hashed = made.bytes_hashed
+        self.content = made.content
+        self.hashed = made.content.bytes_hashed
         return made.digest if hashed else ""
 
     def bytes_at(self, at: int, nbytes: int) -> bytes:
@@ -124,21 +125,66 @@ def test_parts_have_their_leaves_and_the_tensor_has_its_own(most: int, sizes: li
     datas = [pattern(size, number)[:size] for number, size in enumerate(sizes)]
     tensors = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in datas]
     parts = [
-        poisoned(memory_part(tensor))._replace(start=start)
+        poisoned(memory_part(tensor))._replace(start=start, has_leaves=True)
         for tensor, start in zip(tensors, starts, strict=False)
     ]
     whole = b"".join(datas)
     found = place.upload(64, len(whole), *random.Random(most).sample(parts, len(parts)))
     assert place.bytes_at(64, len(whole)) == whole
     assert found == digest(whole)
-    assert sorted(place.leaves) == sorted(leaf_digests(data) for data in datas)
+    assert [place.content.part_leaves(part) for part in parts] == [*map(leaf_digests, datas)]
     twice = 0
     for start, size in zip(starts, sizes, strict=False):
+        # The leaves of a part are those of the tensor where both begin and end together.
         rest = size % LEAF_BYTES if start + size < len(whole) else 0
         twice += size if start % LEAF_BYTES else rest
-    # Of a part that begins within a leaf of the tensor, or ends there, these are not its own.
     assert place.hashed == len(whole) + twice
     assert twice
+
+
+def test_a_tensor_is_copied_in_ranges_of_which_each_ends_within_a_part(place: Place) -> None:
+    """As a tensor in blocks is: its parts have their digests when the last range has come."""
+    sizes = [3 * LEAF_BYTES + 5, 7 * LEAF_BYTES - 8]
+    datas = [pattern(size, size)[:size] for size in sizes]
+    whole = b"".join(datas)
+    parts = [
+        UploadPart(start, size, memory_part(tensor).fill, has_leaves=True)
+        for start, size, tensor in zip(
+            (0, sizes[0]),
+            sizes,
+            [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in datas],
+            strict=True,
+        )
+    ]
+    content = HostContent(len(whole), parts)
+    for start in (4 * LEAF_BYTES, 0, 8 * LEAF_BYTES):
+        end = min(start + 4 * LEAF_BYTES, len(whole))
+        writable = place.gpu.writable([[place.extent]], place.gpu.vmm(), place.transfers.fence)
+        with writable as [address]:
+            place.transfers.upload_range(address + start, content, start, end).wait()
+        assert content.leaves_of(start, end) == leaf_digests(whole[start:end])
+    assert content.digest == digest(whole)
+    assert [content.part_leaves(part) for part in parts] == [*map(leaf_digests, datas)]
+    assert place.bytes_at(0, len(whole)) == whole
+    assert place.driver.traffic["copy_in"] == len(whole)
+
+
+def test_a_leaf_whose_digest_the_source_knows_is_not_hashed(place: Place) -> None:
+    data = pattern(3 * LEAF_BYTES)[: 3 * LEAF_BYTES]
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def fill(into: memoryview, offset: int) -> bytes | None:
+        memory_part(tensor).fill(into, offset)
+        return leaf_digests(into)[0] if offset == LEAF_BYTES else None
+
+    part = UploadPart(0, tensor.nbytes, fill, has_leaves=True)
+    assert place.upload(0, tensor.nbytes, part) == digest(data)
+    assert place.hashed == 2 * LEAF_BYTES
+    assert place.content.part_leaves(part) == leaf_digests(data)
+    known = HostContent(tensor.nbytes, [part], leaves=leaf_digests(data))
+    with place.gpu.writable([[place.extent]], place.gpu.vmm(), place.transfers.fence) as [address]:
+        place.transfers.upload_range(address, known).wait()
+    assert (known.bytes_hashed, known.digest) == (0, digest(data))
 
 
 def test_nobody_unmaps_a_slab_to_which_the_gpu_still_copies(place: Place) -> None:
@@ -186,7 +232,7 @@ def test_a_tensor_comes_back_in_pieces_and_is_hashed(place: Place) -> None:
     hashed.wait()
     assert hashed.digest == digest(back)
     assert place.driver.traffic["copy_out"] - copied == 2 * tensor.nbytes
-    assert (plain.bytes_hashed, hashed.bytes_hashed) == (0, tensor.nbytes)
+    assert (plain.content.bytes_hashed, hashed.content.bytes_hashed) == (0, tensor.nbytes)
     assert place.ring.nbytes == 2 * BUFFER_BYTES
 
 
