@@ -1,14 +1,15 @@
-"""The ledger of one load: it records which final tensors were shared, and why others were not.
+"""The ledger of one load: what was shared, and why other tensors were not, or were read.
 
 A *final tensor* is a weight as the engine uses it. A *source tensor* is a tensor of the checkpoint.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.report import ModelReport
@@ -51,6 +52,21 @@ class NotShared(StrEnum):
     WRITABLE_BY_OTHERS = "other processes can write to its memory"
 
 
+class WhyRead(StrEnum):
+    """Fixed texts that say why a tensor was read although its digest was remembered."""
+
+    ASKED_FOR = "the loading code asked for its values"
+    COMPARED = "it was compared with what is resident (verify_bytes or audit)"
+    FOUND_AFTERWARDS = "its bytes were resident, but nothing was found by its recipe"
+    NOT_RESIDENT = "nothing resident had its bytes"
+    PROCESSED = "vLLM processes its layer after reading"
+    REST = "a part of it was resident"
+
+
+_LARGEST = 8
+_REASONS = 16
+
+
 @dataclass(slots=True)
 class FinalTensor:
     """The ledger's entry for one final tensor (a weight as the engine uses it).
@@ -78,11 +94,14 @@ class LoadLedger:
     - `bytes_materialised` is the size of the memory that the load has filled with tensors.
     - `leaf_shared_bytes` is the size of the parts of new tensors that are mapped from older ones.
     - `collisions` is the number of shared tensors that a comparison of bytes rejected.
+    - `why_read` maps the name of a final tensor to the reason why its sources were read, where it
+      does not follow from the rest.
     """
 
     def __init__(self) -> None:
         self.finals: dict[str, FinalTensor] = {}
         self.skipped: dict[str, str] = {}
+        self.why_read: dict[str, WhyRead] = {}
         self.bytes_materialised = 0
         self.leaf_shared_bytes = 0
         self.collisions = 0
@@ -146,6 +165,40 @@ class LoadLedger:
         shared = self.shared_sources()
         report.source_tensors_shared = len(shared)
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
+
+    def known_reads(self, reads: Iterable[tuple[LoadedSource, int]]) -> list[dict[str, Any]]:
+        """Return the field `known_reads` of a report.
+
+        `reads` has source tensors whose digests were remembered and that were read all the same,
+        with the number of bytes. A source counts for the first final tensor that is made of it.
+        """
+        owners = {key: n for n in reversed(self.finals) for key in self.finals[n].sources}
+        nbytes: Counter[str] = Counter()
+        for source, read in reads:
+            nbytes[owners.get(id(source), source.spec.name)] += read
+        names: dict[str, list[str]] = {}
+        for name, _ in nbytes.most_common():
+            names.setdefault(self._why_read(name), []).append(name)
+        groups: list[dict[str, Any]] = [
+            {
+                "reason": reason,
+                "tensors": len(group),
+                "bytes": sum(nbytes[name] for name in group),
+                "largest": [[name, nbytes[name]] for name in group[:_LARGEST]],
+            }
+            for reason, group in names.items()
+        ]
+        return sorted(groups, key=lambda group: -group["bytes"])[:_REASONS]
+
+    def _why_read(self, name: str) -> str:
+        final = self.finals.get(name)
+        if (reason := self.why_read.get(name)) is not None:
+            return str(reason)
+        if (skipped := self.skipped.get(name)) is not None:
+            return f"not shared: {skipped}"
+        if final is None:
+            return str(WhyRead.ASKED_FOR)
+        return str(WhyRead.FOUND_AFTERWARDS if final.is_shared else WhyRead.NOT_RESIDENT)
 
     def shared_sources(self) -> list[LoadedSource]:
         """Return the tensors of the checkpoint that only shared final tensors use."""

@@ -54,6 +54,9 @@ class ModelReport:
     - `header_bytes`: the size of the headers of the files.
     - `known`: whether the digests of all source tensors (tensors of the checkpoint) were
       remembered.
+    - `known_reads`: what was read of source tensors whose digests were remembered, by reason: the
+      `reason`, the number of `tensors`, their `bytes`, and the `largest` of them, at most eight
+      pairs of a name and its bytes.
     - `skipped`: the name of each tensor that could not be shared, with the reason.
     - `collisions`: the number of shared tensors that a comparison of bytes rejected.
     - `tokens_equal_plain`: whether the model's output equals its output without sharing. Only
@@ -91,6 +94,7 @@ class ModelReport:
     marked: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     components: list[Any] = field(default_factory=list)
+    known_reads: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

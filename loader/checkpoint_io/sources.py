@@ -283,10 +283,13 @@ class SourceReader:
 
     Threads of the hash pool read and hash several leaves at once. `settle` waits for the reads and
     sets the digests of the source tensors. `begun` is the number of hashed reads that were started.
+    `known_reads` has the source tensors, by id, whose digests were remembered and that were read
+    all the same, with the number of bytes.
     """
 
     algorithm: str
     counters: ReadCounters = field(default_factory=ReadCounters)
+    known_reads: dict[int, tuple[SourceTensor, int]] = field(default_factory=dict)
     begun: int = 0  # how many were started with `hashed`
     _settled: int = 0
     _pending: deque[tuple[SourceTensor, Future[str], list[bytes] | None]] = field(
@@ -303,7 +306,7 @@ class SourceReader:
         """
         began = time.perf_counter()
         view, spec, file = memory.numpy().data, source.spec, source.file
-        self.counters.bytes_read += spec.nbytes
+        self._count(source, spec.nbytes)
         if hashed:
             self.counters.bytes_hashed += spec.nbytes
             leaves = _wanted_leaves(source)
@@ -330,7 +333,7 @@ class SourceReader:
             write(piece, offset)
             return compared
 
-        self.counters.bytes_read += spec.nbytes
+        self._count(source, spec.nbytes)
         self.counters.bytes_hashed += spec.nbytes
         leaves = _wanted_leaves(source)
         self._pending.append((source, stream(spec.nbytes, pass_on, leaves), leaves))
@@ -362,7 +365,7 @@ class SourceReader:
                 write(piece, start + offset)
                 return compared
 
-            self.counters.bytes_read += size
+            self._count(source, size)
             self.counters.bytes_hashed += size
             reads.append((number, stream(size, pass_on)))
         self._leaf_reads = [future for _, future in reads]
@@ -372,6 +375,12 @@ class SourceReader:
         for number, future in reads:
             if future.result() != source.leaves[number]:
                 raise_stale(source, future.result(), f"leaf {number}", source.leaves[number])
+
+    def _count(self, source: SourceTensor, nbytes: int) -> None:
+        self.counters.bytes_read += nbytes
+        if source.hinted:
+            _, before = self.known_reads.get(id(source), (source, 0))
+            self.known_reads[id(source)] = source, before + nbytes
 
     def settle(self, mark: int | None = None) -> None:
         """Wait for reads in progress and set the digests of their source tensors.

@@ -22,7 +22,7 @@ from tensor_dedup.loader.deferred.recipe import RecipeBook, composite_digest, wh
 from tensor_dedup.loader.deferred.recipe_lookup import RecipeLookup
 from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
 from tensor_dedup.loader.deferred.storage import as_view
-from tensor_dedup.loader.not_shared import LoadLedger, NotShared
+from tensor_dedup.loader.not_shared import LoadLedger, NotShared, WhyRead
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import (
@@ -186,6 +186,7 @@ class LoadSession:
         if not self.checks.asked():
             self.memory.install(each, resident)
             return
+        self.ledger.why_read[each.name] = WhyRead.COMPARED
         made = self.make(each)
         if self.checks.is_as_loaded(each.name, resident, made.tensor):
             self.memory.install(each, resident)
@@ -239,6 +240,7 @@ class LoadSession:
                 return False  # met again, and said, on the ordinary way
             if resident is None:
                 return False
+            self.ledger.why_read[each.name] = WhyRead.REST
             if not self._is_as_loaded(each, resident):
                 return True
             return self._install_known(each, provider, resident, known.contents)
@@ -276,6 +278,7 @@ class LoadSession:
         """
         if not self.checks.asked():
             return True
+        self.ledger.why_read[each.name] = WhyRead.COMPARED
         made = self.make(each)
         of = "the leaves of others"
         equal = self.checks.is_as_loaded(each.name, resident, made.tensor, of)

@@ -27,7 +27,7 @@ from tensor_dedup.loader.deferred.layer_records import (
     structure_of,
 )
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.not_shared import NotShared
+from tensor_dedup.loader.not_shared import NotShared, WhyRead
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
@@ -250,6 +250,7 @@ class ProcessedLayer:
             tensor = torch.empty_strided(
                 each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
             )
+            session.ledger.why_read[each.name] = WhyRead.PROCESSED
             here = made.pop(name, None) or session.make(each)
             tensor.copy_(here.tensor)
             session.give_back(here)

@@ -492,6 +492,9 @@ class LoadRun:
         report.header_bytes = sum(file.header.header_bytes for file in self._read_files())
         report.source_tensors_total = len(self._sources)
         report.bytes_read = counters.bytes_read
+        report.known_reads = self.session.ledger.known_reads(
+            self.session.reader.known_reads.values()
+        )
         report.bytes_from_store = self._opening.bytes_from_store
         if self._frozen is not None:
             report.bytes_from_store += self._frozen.bytes_from_store

@@ -30,6 +30,7 @@ _PAIRS: Final = (
 _NAME_WIDTH: Final = 40
 _WIDTH: Final = 240
 _REASONS_SHOWN: Final = 10
+_READS_SHOWN: Final = 3
 
 
 def human(nbytes: int) -> str:
@@ -65,7 +66,21 @@ def render(report: Mapping[str, Any]) -> str:
     Console(file=out, width=_WIDTH, color_system=None).print(table)
     lines = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
     frozen = [line for model in models for line in _substituted(model)]
-    return "\n".join([*lines, "", _saved(report), *frozen, *_reasons(models), *devices])
+    reads = [line for model in models for line in _known_reads(model)]
+    return "\n".join([*lines, "", _saved(report), *frozen, *_reasons(models), *reads, *devices])
+
+
+def _known_reads(model: Mapping[str, Any]) -> list[str]:
+    """Say in one line what was read of a model that is known."""
+    groups: list[Mapping[str, Any]] = model.get("known_reads", [])
+    if not groups:
+        return []
+    few = [
+        f"{each['tensors']} x {each['reason']} ({human(each['bytes'])}, {each['largest'][0][0]})"
+        for each in groups[:_READS_SHOWN]
+    ]
+    more = [f"{len(groups) - len(few)} more"] if len(groups) > len(few) else []
+    return [f"read although known: {model['name']}: {'; '.join([*few, *more])}"]
 
 
 def _substituted(model: Mapping[str, Any]) -> list[str]:

@@ -41,6 +41,7 @@ from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.not_shared import WhyRead
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.names import checkpoint_name
@@ -154,8 +155,46 @@ def test_a_known_model_is_not_read_again_when_settings_have_changed_since(
         fused = [name for name in second.parameters() if "qkv_proj" in name]
         assert fused
         assert last.bytes_read == last.bytes_hashed == 0
+        assert last.known_reads == []
         assert second.parameters() == first.parameters()
         del first, second
+
+
+def test_the_report_says_which_tensors_of_a_known_model_were_read_and_why(
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoints.mapped(llama.base, tmp_path / "base", lambda _, tensor: tensor * 2)
+    cast = checkpoints.mapped(base, tmp_path / "cast", lambda _, tensor: tensor.float())
+    paths = base, cast
+    engines.leave_alone(*(path / checkpoints.WEIGHTS for path in paths))
+    every = [checkpoints.nbytes(path) for path in paths]
+
+    def reads(path: Path, **config: Any) -> dict[str, int]:
+        model = loads.load(path, config)
+        kept.append(model)
+        last = engines.last_report()
+        assert sum(group["bytes"] for group in last.known_reads) in (0, last.bytes_read)
+        for group in last.known_reads:
+            largest = group["largest"]
+            assert len(largest) == min(group["tensors"], 8)
+            assert {name for name, _ in largest} <= set(model.parameters())
+            assert [size for _, size in largest] == sorted((n for _, n in largest), reverse=True)
+        return {group["reason"]: group["bytes"] for group in last.known_reads}
+
+    kept: list[loads.Model] = []
+    with on(driver) as gpu, loads.prepared(llama.base):
+        assert reads(base) == reads(cast) == {}  # nothing is known yet
+        assert engines.last_report().bytes_read == every[1]
+        assert reads(base, audit=1.0) == {WhyRead.COMPARED: every[0]}
+        monkeypatch.setenv("OMP_NUM_THREADS", "7")
+        assert reads(cast) == {WhyRead.FOUND_AFTERWARDS: every[1]}
+        kept.clear()
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        # But the norms, which are all equal: one is read, and the others find it.
+        assert set(found := reads(base)) == {WhyRead.NOT_RESIDENT}
+        assert found[WhyRead.NOT_RESIDENT] > 0.95 * every[0]
+        kept.clear()
 
 
 def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(

@@ -27,6 +27,7 @@ CONTRACT = {
     *("tensors_shared", "source_tensors_total", "source_tensors_shared", "seconds", "components"),
     *("skipped", "header_bytes", "source_bytes_shared", "tokens_equal_plain", "collisions"),
     *("bytes_from_store", "stored_as", "leaf_shared_bytes", "frozen_base", "marked"),
+    "known_reads",
 }
 WORKER = """
 import sys
@@ -176,6 +177,18 @@ def test_reasons_are_counted() -> None:
     *_, more, between = str(report.report()).splitlines()
     assert more == "not shared: 12 more reasons"
     assert between == "not all is shared with other processes: nobody answers"
+
+
+def test_what_was_read_of_a_known_model_is_one_line() -> None:
+    groups = [
+        {"reason": f"reason {n}", "tensors": n, "bytes": n << 20, "largest": [[f"w{n}", 1 << 20]]}
+        for n in range(20, 0, -1)
+    ]
+    report.add(ModelReport(name="m", known_reads=groups))
+    assert str(report.report()).splitlines()[-1] == (
+        "read although known: m: 20 x reason 20 (20.0 MiB, w20); 19 x reason 19 (19.0 MiB, w19); "
+        "18 x reason 18 (18.0 MiB, w18); 17 more"
+    )
 
 
 def test_no_load_yet_is_said() -> None:
