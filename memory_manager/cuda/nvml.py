@@ -15,8 +15,8 @@ _MODULE: Final = "pynvml"  # what nvidia-ml-py is imported as
 class ProcessUse(msgspec.Struct, frozen=True):
     """The GPU memory of one process in bytes, or None if NVML does not report it.
 
-    In containers, NVML often reports no sizes. Memory that several processes map counts only for
-    the process that allocated it, while that process keeps it open.
+    In containers, NVML often reports no sizes. For which process NVML counts memory that several
+    map was not looked at on a GPU.
     """
 
     pid: int
