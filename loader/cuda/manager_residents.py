@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
-DeviceManagerResidents = ManagerResidents[DeviceRequest, DeviceResident]
 
 
 class DeviceMemory:
@@ -233,6 +232,26 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return self._key(f"blocks:{key}")
 
 
+class DeviceManagerResidents(ManagerResidents[DeviceRequest, DeviceResident, DeviceSession]):
+    """One load's use of a manager of a GPU, which may be absent or fail. For one thread."""
+
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why tensors of this manager cannot consist of blocks.
+
+        It is None if they can, or if there is no manager.
+        """
+        return self.session.memory.whole_only if self.session is not None else None
+
+    def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
+        """Publish the list of blocks that `resident`, a large tensor, consists of.
+
+        Blocks are pieces of 16 MiB. Other processes then find the resident by its digest and, if
+        `recipe` is not "", by its recipe.
+        """
+        self._ask(lambda session: session.publish_parts(recipe, resident))
+
+
 def _nbytes(key: ResidentKey) -> int:
     return math.prod(key.shape) * torch_dtype(key.dtype).itemsize
 
@@ -264,10 +283,10 @@ def device_manager_residents(
     result's `failed` then has the reason.
     """
     if where is None:
-        return ManagerResidents()
+        return DeviceManagerResidents()
     try:
         client = client_of(os.fspath(where), gpu.device.uuid)
-        return ManagerResidents(device_session(client, gpu, checkpoint_name(checkpoint)))
+        return DeviceManagerResidents(device_session(client, gpu, checkpoint_name(checkpoint)))
     except MemoryManagerError as error:
         _log.warning("%s: loading without the GPU's memory manager: %s", checkpoint, str(error))
-        return ManagerResidents(failed=str(error))
+        return DeviceManagerResidents(failed=str(error))

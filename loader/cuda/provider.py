@@ -7,7 +7,7 @@ GPU once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -23,6 +23,7 @@ from tensor_dedup.memory_manager.errors import BackendError
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
     from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
+    from tensor_dedup.loader.residents.partial import Content, KnownTensor
     from tensor_dedup.loader.residents.provider import AnyResident
     from tensor_dedup.types import ResidentKey
 
@@ -132,6 +133,14 @@ class GpuProvider:
             return self._gpu.get_or_build(items, self._manager, self._blocks)
         except BackendError as error:
             raise OutOfMemoryError(str(error)) from error
+
+    def share_known(
+        self, tensor: KnownTensor, accept: Callable[[AnyResident], bool]
+    ) -> tuple[AnyResident, bool] | None:
+        """Return None: no tensor is built from blocks of others before it was read."""
+
+    def note_contents(self, resident: AnyResident, contents: Sequence[Content]) -> None:
+        """Do nothing: a tensor in blocks has its leaf digests."""
 
     def _writer(self, tensor: torch.Tensor) -> TensorWriter:
         if tensor.device.type != "cpu":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.hit_checks import HitChecks
-from tensor_dedup.loader.deferred.known_contents import KnownContents
+from tensor_dedup.loader.deferred.known_contents import known_tensor
 from tensor_dedup.loader.deferred.model_memory import ModelMemory
 from tensor_dedup.loader.deferred.recipe import RecipeBook, composite_digest, whole_source
 from tensor_dedup.loader.deferred.recipe_lookup import RecipeLookup
@@ -26,7 +26,6 @@ from tensor_dedup.loader.not_shared import LoadLedger, NotShared, WhyRead
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import (
-    Resident,
     key_anywhere,
     read_into_slab,
     sharable,
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
     from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
-    from tensor_dedup.loader.residents.leaves import Content
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
@@ -183,16 +181,27 @@ class LoadSession:
 
     def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Install a hit by recipe, compared first where verify_bytes or audit ask for it."""
-        if not self.checks.asked():
+        if self._is_as_loaded(each, "the resident", resident):
             self.memory.install(each, resident)
-            return
+
+    def _is_as_loaded(self, each: DeferredParameter, shared: str, resident: AnyResident) -> bool:
+        """Compare what was not read with the checkpoint, where verify_bytes or audit ask for it.
+
+        If it differs, the tensor is installed privately, and this returns False. `shared` describes
+        the resident in the error.
+
+        Raises:
+            AuditError: An audit found other bytes.
+        """
+        if not self.checks.asked():
+            return True
         self.ledger.why_read[each.name] = WhyRead.COMPARED
         made = self.make(each)
-        if self.checks.is_as_loaded(each.name, resident, made.tensor):
-            self.memory.install(each, resident)
-        else:
+        equal = self.checks.is_as_loaded(each.name, resident, made.tensor, shared)
+        if not equal:
             self.memory.keep_private(each, NotShared.COLLISION, made.tensor)
         self.give_back(made)
+        return equal
 
     def _share_by_content(
         self, each: DeferredParameter, made: ScratchTensor | None
@@ -224,75 +233,34 @@ class LoadSession:
     def _share_known_contents(self, each: DeferredParameter) -> bool:
         """Install a tensor that others have parts of, reading only the rest; return whether so.
 
-        This is for a tensor of source tensors side by side, all with digests, in this process.
+        This is for a tensor of source tensors side by side, all with digests.
 
         Raises:
             StaleHintError: What was read is not what was remembered.
+            AuditError: An audit found that others do not have these parts.
         """
-        known = KnownContents.of(each, self.config.hash_algorithm)
-        provider = self.provider
-        if known is None or not isinstance(provider, HostProvider) or provider.keep_alignment:
+        known = known_tensor(each, self.lookup.key, self.reader)
+        if known is None:
             return False
-        try:
-            try:
-                resident = known.build(self.lookup.key(each), provider, self.reader)
-            except SharedMemoryError:
-                return False  # met again, and said, on the ordinary way
-            if resident is None:
-                return False
+
+        def accept(built: AnyResident) -> bool:
             self.ledger.why_read[each.name] = WhyRead.REST
-            if not self._is_as_loaded(each, resident):
-                return True
-            return self._install_known(each, provider, resident, known.contents)
-        finally:
-            provider.end_known()
+            return self._is_as_loaded(each, "the leaves of others", built)
 
-    def _install_known(
-        self,
-        each: DeferredParameter,
-        provider: HostProvider,
-        resident: Resident,
-        contents: Sequence[Content],
-    ) -> bool:
-        """Install what was built of remembered digests; return False if it cannot be lent."""
-        entered = provider.enter_known(self.lookup.key(each), resident)
-        if entered is None:
-            return False
-        first, made = entered
-        if not made and not self.checks.agrees(first, tensor := resident.seen()):
-            self.memory.keep_private(each, NotShared.COLLISION, tensor)
-            return True
-        self.memory.install(each, first, made=made)
-        self.lookup.note(each, first)
-        if made:
-            provider.note_contents(first, contents)
+        found = self.provider.share_known(known, accept)
+        if found is None:
+            return each.installed  # privately, if it is not as loaded
+        resident, made = found
+        if made or self._is_as_loaded(each, "the resident", resident):
+            self.memory.install(each, resident, made=made)
+            self.lookup.note(each, resident)
         return True
-
-    def _is_as_loaded(self, each: DeferredParameter, resident: Resident) -> bool:
-        """Compare what was made of remembered digests with the checkpoint where that is asked for.
-
-        If it differs the tensor is installed privately, and this returns False.
-
-        Raises:
-            AuditError: An audit found other bytes.
-        """
-        if not self.checks.asked():
-            return True
-        self.ledger.why_read[each.name] = WhyRead.COMPARED
-        made = self.make(each)
-        of = "the leaves of others"
-        equal = self.checks.is_as_loaded(each.name, resident, made.tensor, of)
-        if not equal:
-            self.memory.keep_private(each, NotShared.COLLISION, made.tensor)
-        self.give_back(made)
-        return equal
 
     def _note_contents(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Remember what a resident consists of whose sources have all been read."""
-        known = KnownContents.of(each, self.config.hash_algorithm)
-        provider = self.provider
-        if known and isinstance(resident, Resident) and isinstance(provider, HostProvider):
-            provider.note_contents(resident, known.contents)
+        known = known_tensor(each, self.lookup.key, self.reader)
+        if known is not None:
+            self.provider.note_contents(resident, known.contents)
 
     def is_streamed(self, each: DeferredParameter) -> bool:
         """Return whether the parameter `each` is read directly into shared memory.

@@ -100,7 +100,6 @@ class DedupContext:
 
     - `files` has the mapped files. It is None if remembered digests of files are of no use, for
       example after a cast.
-    - `built` has the residents (shared tensors) that this load built.
     - `accounted` has those residents in `built` that the report counts already.
     - `resident_before` has the dtype, shape and stride of each resident that existed before the
       load.
@@ -111,7 +110,6 @@ class DedupContext:
     config: TensorDedupConfig
     provider: HostProvider
     files: MappedFiles | None = None
-    built: WeakSet[Resident] = field(default_factory=WeakSet)
     accounted: WeakSet[Resident] = field(default_factory=WeakSet)
     resident_before: set[_Geometry] = field(default_factory=_resident_geometries)
     bytes_hashed: int = 0
@@ -121,6 +119,11 @@ class DedupContext:
     process_seconds: float = 0.0
     collisions: int = 0
     rng: random.Random = field(default_factory=random.Random)
+
+    @property
+    def built(self) -> WeakSet[Resident]:
+        """The residents (shared tensors) that this load built."""
+        return self.provider.built
 
 
 @dataclass(frozen=True, slots=True)

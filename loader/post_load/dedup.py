@@ -33,7 +33,6 @@ from tensor_dedup.loader.post_load.batch import (
     DedupContext,
     HashBatch,
     MissingResident,
-    content_recipe,
     reason_of_class,
     slab_batches,
 )
@@ -44,7 +43,7 @@ from tensor_dedup.loader.post_load.equal_untied import (
     note_root,
     root_module,
 )
-from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
+from tensor_dedup.loader.post_load.known_leaves import known_tensor, note_leaves
 from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup, GpuShare
 from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
@@ -274,21 +273,17 @@ class ModuleDedup:
 
         Return the resident, or None where nobody has a part, and whether it is new.
         """
-        provider = self._context.provider
-        try:
-            built = build_of_known_leaves(candidate, self._context)
-            if built is None or not self._equal(built, candidate.parameter):
-                return None, False
-            entered = provider.enter_known(content_recipe(built.key), built)
-        finally:
-            provider.end_known()
-        if entered is None:
+        known = known_tensor(candidate, self._context)
+        if known is None:
             return None, False
-        resident, made = entered
+        found = self._context.provider.share_known(
+            known, lambda built: self._equal(built, candidate.parameter)
+        )
+        if found is None:
+            return None, False
+        resident, made = found
         if made:
-            self._context.built.add(resident)
             note_first_name(resident, candidate.name)
-            note_leaves(resident, candidate, self._context)
         return resident, made
 
     def _build(self, batch: HashBatch, missing: Sequence[MissingResident]) -> list[_Found]:

@@ -13,20 +13,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
-from weakref import WeakSet
 
 import torch
 
+from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES
 from tensor_dedup.loader.post_load.batch import content_recipe
 from tensor_dedup.loader.post_load.known_leaves import read_leaves
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
-from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.partial import Content, KnownTensor
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
-from tensor_dedup.loader.residents.resident import digest_of
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.private import map_shared
@@ -37,11 +36,11 @@ from tensor_dedup.types import ResidentKey
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from weakref import WeakSet
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
-    from tensor_dedup.loader.residents.provider import Admit
     from tensor_dedup.loader.residents.resident import Resident, Write
 
 
@@ -49,7 +48,6 @@ class StoredWeights:
     """The weights of one stored checkpoint, open for one load until `close`. Safe from any thread.
 
     `error` is the first error that `tensor` raised, kept because loaders may wrap or ignore errors.
-    `built` has the residents that were built for this checkpoint.
     """
 
     def __init__(self, config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> None:
@@ -65,7 +63,6 @@ class StoredWeights:
         self.checkout: Final = checkout
         self.trusted: Final = trust
         self.error: Exception | None = None
-        self.built: WeakSet[Resident] = WeakSet()
         self._config = config
         # A provider of its own: the load uses another one, in another thread.
         self._provider = host_provider_for(config.memory_manager, checkout.url, keep_alignment=True)
@@ -76,6 +73,11 @@ class StoredWeights:
         self._held: dict[ResidentKey, Resident] = {}
         self._lock = threading.Lock()
         self._rng = random.Random()
+
+    @property
+    def built(self) -> WeakSet[Resident]:
+        """The residents that were built for this checkpoint."""
+        return self._provider.built
 
     @property
     def bytes_read(self) -> int:
@@ -194,8 +196,8 @@ class StoredWeights:
             return read[_key(source)]
         for (key, each), (resident, new) in zip(batch.items(), residents, strict=True):
             self._held[key] = resident
-            if new:
-                self._note_built(resident, each)
+            if new and each.leaves:
+                self._provider.note_contents(resident, [_content(each)])
         try:
             return map_shared(self._held.pop(_key(source)))
         except SharedMemoryError:
@@ -203,37 +205,19 @@ class StoredWeights:
 
     def _build_known(self, source: SourceTensor) -> Resident | None:
         """Build a tensor of which others have leaves, and read only the rest; None if none has."""
-        if not source.leaves or source.spec.nbytes < LEAF_SHARED_FROM:
+        if not source.leaves:
             return None
         key = _key(source)
-        geometry, contents = replace(key, digest=""), [_content(source)]
-        read = partial(_read_leaves, source)
-
-        def build(others: Sequence[Resident], admit: Admit | None) -> Resident | None:
-            return build_from_contents(
-                geometry, contents, read, lambda *_: None, digest_of, others, admit
-            )
-
-        try:
-            built = self._provider.build_known(content_recipe(key), geometry, contents, build)
-            if built is None or built.key != key:  # whoever has such leaves, has other bytes
-                return None
-            entered = self._provider.enter_known(content_recipe(key), built)
-        except SharedMemoryError:
-            return None  # met again on the ordinary way
-        finally:
-            self._provider.end_known()
-        if entered is None:
-            return None
-        resident, new = entered
-        if new:
-            self._note_built(resident, source)
-        return resident
-
-    def _note_built(self, resident: Resident, source: SourceTensor) -> None:
-        self.built.add(resident)
-        if source.leaves:
-            self._provider.note_contents(resident, [_content(source)])
+        known = KnownTensor(
+            content_recipe(key),
+            replace(key, digest=""),
+            [_content(source)],
+            partial(_read_leaves, source),
+            digest,
+            lambda *_: None,  # those that have such leaves have other bytes: it is read whole
+        )
+        found = self._provider.share_known(known, lambda _: True)
+        return None if found is None else found[0]
 
 
 def _key(source: SourceTensor) -> ResidentKey:

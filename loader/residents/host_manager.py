@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakSet
 
 from tensor_dedup.loader.residents.leaves import (
-    Content,
     LeafPiece,
     content_marks,
     leaf_marks,
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
+    from tensor_dedup.loader.residents.partial import Content, Progress
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -191,8 +191,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Return residents of the manager that may have parts of a new tensor.
 
         `contents` are the parts of the new tensor, with their digests, and `geometry` has its
-        dtype, shape and stride. `build_from_contents` can use parts of the returned residents if
-        the manager knows the digests of these parts.
+        dtype, shape and stride. The contents of the returned residents are registered in this
+        process (`leaves.note_contents`) if the manager knows them. The residents are held until
+        `end_known`.
         """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
@@ -209,7 +210,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
 
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
-    ) -> Callable[[], None] | None:
+    ) -> Progress | None:
         """Reserve room in the manager for the missing pieces of a new tensor.
 
         `pieces` are all pieces of the tensor. A piece is missing if its `there` is None. `geometry`
@@ -489,7 +490,57 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         return self._key(f"contents of:{key}")
 
 
-HostResidents = ManagerResidents[ResidentRequest, Resident]
+class HostResidents(ManagerResidents[ResidentRequest, Resident, HostSession]):
+    """One load's use of a manager of host memory, which may be absent or fail. For one thread."""
+
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
+        """Return residents of the manager that may have parts of a new tensor.
+
+        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
+        dtype, shape and stride. The result is empty if no manager is in use.
+        """
+        found: list[Resident] = []
+        self._ask(lambda session: found.extend(session.having(geometry, contents)))
+        return found
+
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Progress | None:
+        """Reserve room in the manager for the missing pieces of a new tensor.
+
+        `pieces` are all pieces of the tensor. A piece is missing if its `there` is None. Returns
+        None if the manager cannot hold the tensor or has no room. Otherwise returns a function that
+        tells the manager that this load is still working. Call that function now and then while the
+        missing pieces are read. Then call `put_built`, or `end_known` to release the room.
+        """
+        found: list[Progress | None] = []
+        self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
+        return found[0] if found else None
+
+    def put_built(self, resident: Resident) -> tuple[Resident, bool] | None:
+        """Put `resident`, which was built after `admit`, into the manager.
+
+        Returns the manager's resident and whether this call wrote it, or None if the manager does
+        not take it.
+        """
+        found: list[tuple[Resident, bool] | None] = []
+        self._ask(lambda session: found.append(session.put_built(resident)))
+        return found[0] if found else None
+
+    def end_known(self) -> None:
+        """Release the room that `admit` reserved and `put_built` has not used.
+
+        Does nothing without a manager.
+        """
+        if self.session is not None:
+            self.session.end_known()
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Publish the `contents` of `resident`, so that other processes find and share its parts.
+
+        Does nothing for a resident that this load has not put.
+        """
+        self._ask(lambda session: session.note_contents(resident, contents))
 
 
 def host_session(client: Client, checkpoint: str) -> HostSession:
@@ -508,13 +559,13 @@ def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str
     load goes on without the manager.
     """
     if where is None:
-        return ManagerResidents()
+        return HostResidents()
     try:
         client = client_of(os.fspath(where))
-        return ManagerResidents(host_session(client, checkpoint_name(checkpoint)))
+        return HostResidents(host_session(client, checkpoint_name(checkpoint)))
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return ManagerResidents(failed=str(error))
+        return HostResidents(failed=str(error))
 
 
 def _is(layer: LayerFound | None, record: bytes, digests: Sequence[str]) -> bool:

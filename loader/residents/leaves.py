@@ -5,9 +5,9 @@ tensor in memory. If residents have leaves of a new tensor at the same offset, t
 mapped from the residents' slabs (pieces of shared memory). The other leaves are copied into a new
 slab. Each leaf is compared byte by byte before it is shared, so no digest is trusted.
 
-The *contents* of a tensor are the ranges that it consists of, for example tensors of the
-checkpoint. If their digests are known, common leaves are found by digest, and only the other leaves
-are read (`build_from_contents`). Digests are trusted then, as in every look-up by digest.
+Of a tensor whose contents are known by digest, common leaves are found by digest, and only the
+other leaves are read (`pieces_of_known`, `build_known`). Digests are trusted then, as in every
+look-up by digest. These are the pieces of `tensor_dedup.loader.residents.partial` in host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,6 +25,7 @@ from blake3 import blake3
 from tensor_dedup import libc
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents.mappings import BUDGET
+from tensor_dedup.loader.residents.partial import Content, Unit, units_in_common, units_of
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
@@ -42,11 +42,12 @@ from tensor_dedup.loader.residents.slab import (
 from tensor_dedup.memory_manager.protocol.layout import PAGE, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     import torch
 
-    from tensor_dedup.loader.residents.resident import ReadInto, Write
+    from tensor_dedup.loader.residents.partial import KnownTensor, Progress
+    from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.types import ResidentKey
 
 # The first bytes of a leaf: enough to tell most leaves apart without reading them.
@@ -71,29 +72,6 @@ _contents: Final[WeakKeyDictionary[Resident, tuple[Content, ...]]] = WeakKeyDict
 _T = TypeVar("_T")
 
 
-class Content(NamedTuple):
-    """Bytes `start` to `end` of a tensor in memory, with their `digest`.
-
-    Usually they are the bytes of one tensor of a checkpoint. `leaves` has the digests of these
-    bytes in pieces of 2 MiB, the first of which begins at `start`. It is empty if they are not
-    known.
-    """
-
-    start: int
-    end: int
-    digest: str
-    leaves: tuple[str, ...]
-
-
-class _Unit(NamedTuple):
-    """Bytes of a tensor that another has or not; `leaf` is None for all of a content."""
-
-    start: int
-    end: int
-    content: int
-    leaf: int | None
-
-
 class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of a new tensor.
 
@@ -103,6 +81,21 @@ class LeafPiece(NamedTuple):
     start: int
     end: int
     there: SlabExtent | None
+
+
+class LeafPlan(NamedTuple):
+    """The `pieces` of a known tensor, and the resident that has each unit in `taken`, in order.
+
+    A unit that is taken and lies in no piece that is there is copied from its resident.
+    """
+
+    pieces: Sequence[LeafPiece]
+    taken: Mapping[Unit, Resident]
+
+    @property
+    def there(self) -> list[tuple[int, int, Resident]]:
+        """Which bytes residents have, in order: the first byte, the end, and the resident."""
+        return [(unit.start, unit.end, each) for unit, each in self.taken.items()]
 
 
 class _Leaves:
@@ -209,7 +202,7 @@ def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
         (unit, contents[unit.content].digest)
         if unit.leaf is None
         else (unit, contents[unit.content].leaves[unit.leaf])
-        for unit in _marked([*_units(contents)])
+        for unit in _marked([*units_of(contents)])
     )
     return [_mark(key, unit.start, digest.encode()) for unit, digest in digests]
 
@@ -244,7 +237,7 @@ def may_have_parts(
 
 
 def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
-    """Register the `contents` of `resident`, so that `build_from_contents` can use its parts.
+    """Register the `contents` of `resident`, so that known tensors can share its parts.
 
     The registration lasts as long as the resident. The digests of the contents are trusted. Does
     nothing for a resident smaller than 8 MiB.
@@ -253,82 +246,59 @@ def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
         _contents[resident] = tuple(contents)
 
 
-def build_from_contents(
-    geometry: ResidentKey,
-    contents: Sequence[Content],
-    read: Callable[[int, Sequence[int] | None, Write], None],
-    check: Callable[[int, memoryview], None],
-    digest_of: Callable[[torch.Tensor], str],
-    residents: Sequence[Resident] | None = None,
-    admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
-) -> Resident | None:
-    """Build a resident from parts of other residents; the parts are found by digest.
+def pieces_of_known(tensor: KnownTensor, residents: Sequence[Resident]) -> LeafPlan | None:
+    """Find out by digest which pieces of `tensor` the `residents` have.
 
-    Only the missing parts are read. Returns None if the tensor is smaller than 8 MiB, if no
-    resident has parts of it that are worth sharing, or if `admit` returns None.
-
-    - `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
-    - `contents` are the contents that fill the tensor, in order.
-    - `read(n, leaves, write)` reads the leaves of content `n` whose numbers are in `leaves`, or the
-      whole content if `leaves` is None. It calls `write(piece, offset)`, with the offset in the
-      content, from any thread.
-    - `check(n, data)` must raise an error if `data`, the bytes of content `n`, do not have the
-      content's digest. It is called for each content of which leaves were found by their own
-      digests. If there is only one content, it is not called: the caller must then compare the
-      result's digest with the content's.
-    - `digest_of` hashes the finished tensor, which gives the resident's key.
-    - `residents` are the residents to share with, whose contents were registered by
-      `note_contents`. The default is all residents of this process with the same dtype, row shape
-      and stride.
-    - `admit(pieces)` is called before anything is read. It returns None to give up. Otherwise it
-      returns a function, which is called now and then during reading, from any thread.
-
-    Errors of `read` and `check` are passed on.
+    The contents of the residents were registered by `note_contents`; others are ignored. Returns
+    None if nothing that the tensor has in common with the residents is worth sharing.
 
     Raises:
         MappingLimitError: This process has too many mappings already.
+    """
+    taken = _contents_in_common(tensor.contents, [each for each in residents if each in _contents])
+    found = LeafPlan((), taken)
+    pieces = _planned(found.there, tensor.nbytes)
+    return None if pieces is None else found._replace(pieces=pieces)
+
+
+def build_known(tensor: KnownTensor, plan: LeafPlan, progress: Progress) -> Resident | None:
+    """Build a resident of `tensor` as `plan` says; only what no resident has is read.
+
+    `progress` is called during reading, from any thread. The result is hashed, which gives it its
+    key. Returns None if a content of it does not have its digest (`KnownTensor.is_as_known`).
+    Errors of reading are passed on.
+
+    Raises:
         OutOfMemoryError: There is no memory or descriptor for the missing parts.
     """
-    nbytes = contents[-1].end
-    if residents is None:
-        residents = registry.alike(geometry)
-    residents = [each for each in residents if each in _contents]
-    if nbytes < LEAF_SHARED_FROM or not residents:
-        return None
-    units = [*_units(contents)]
-    taken = _contents_in_common(contents, units, residents)
-    there = [(unit.start, unit.end, taken[unit]) for unit in units if unit in taken]
-    pieces = _planned(there, nbytes)
-    if pieces is None:
-        return None
-    go_on = admit(pieces) if admit is not None else _nothing
-    if go_on is None:
-        return None
-    rest = _Rest(pieces, _phase(there))
-    _copy_seams(rest, there)
-    for number, content in enumerate(contents):
-        missing = [unit for unit in units if unit.content == number and unit not in taken]
-        leaves = [unit.leaf for unit in missing if unit.leaf is not None]
-        if missing:
-            write = partial(_put_beyond, rest, content.start, go_on)
-            read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
-    unnamed = Resident(geometry, rest.extents(), shared_in(pieces))
+    contents, taken = tensor.contents, plan.taken
+    rest = _Rest(plan.pieces, _phase(plan.there))
+    _copy_seams(rest, plan.there)
+
+    def write(piece: memoryview, offset: int) -> None:
+        rest.put(piece, offset)
+        progress()
+
+    units = [*units_of(contents)]
+    tensor.read_units([unit for unit in units if unit not in taken], write)
+    unnamed = Resident(tensor.geometry, rest.extents(), shared_in(plan.pieces))
     seen = unnamed.map(writable=False)
+    data = tensor_bytes(seen)
     # A leaf digest that is wrong would be noticed in nothing else: that of the whole names what was
-    # made. Of one content it is the digest that is known, and whoever calls compares it.
-    if len(contents) > 1 and (
-        by_leaf := {u.content for u in units if _is_by_leaf(u, taken, contents)}
-    ):
-        data = tensor_bytes(seen)
-        for number in by_leaf:
-            check(number, data[contents[number].start : contents[number].end])
-    key = replace(geometry, digest=digest_of(seen))
-    made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
-    note_contents(made, contents)
-    return made
+    # made. Of one content it is the digest that is known.
+    by_leaf = {unit.content for unit in units if _is_by_leaf(unit, taken, contents)}
+    for number in sorted(by_leaf) if len(contents) > 1 else ():
+        start, end, _, _ = contents[number]
+        if not tensor.is_as_known(number, tensor.hashed(data[start:end])):
+            return None
+    whole = tensor.hashed(data)
+    if len(contents) == 1 and not tensor.is_as_known(0, whole):
+        return None
+    key = replace(tensor.geometry, digest=whole)
+    return Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
 
 
-def _is_by_leaf(unit: _Unit, taken: Mapping[_Unit, Resident], contents: Sequence[Content]) -> bool:
+def _is_by_leaf(unit: Unit, taken: Mapping[Unit, Resident], contents: Sequence[Content]) -> bool:
     """Return whether a unit was taken for its own digest, and not for that of its content."""
     if unit not in taken:
         return False
@@ -338,42 +308,17 @@ def _is_by_leaf(unit: _Unit, taken: Mapping[_Unit, Resident], contents: Sequence
     )
 
 
-def _put_beyond(
-    rest: _Rest, start: int, go_on: Callable[[], None], piece: memoryview, offset: int
-) -> None:
-    rest.put(piece, start + offset)
-    go_on()
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-def _units(contents: Sequence[Content]) -> Iterator[_Unit]:
-    for number, (start, end, _, leaves) in enumerate(contents):
-        if not leaves:
-            yield _Unit(start, end, number, None)
-        for leaf in range(len(leaves)):
-            at = start + leaf * LEAF_BYTES
-            yield _Unit(at, min(at + LEAF_BYTES, end), number, leaf)
-
-
 def _contents_in_common(
-    contents: Sequence[Content], units: Sequence[_Unit], residents: Sequence[Resident]
-) -> dict[_Unit, Resident]:
+    contents: Sequence[Content], residents: Sequence[Resident]
+) -> dict[Unit, Resident]:
     """Return the resident that has each unit of a tensor at the same place, where one has."""
+    units = [*units_of(contents)]
     found = []
     for each in residents:
-        theirs = {content.start: content for content in _contents[each]}
-        has = [
-            unit
-            for unit in units
-            if (other := theirs.get(contents[unit.content].start)) is not None
-            and _has(other, contents[unit.content], unit.leaf)
-        ]
+        has = units_in_common(contents, units, _contents[each])
         found.append((sum(unit.end - unit.start for unit in has), has, each))
     found.sort(key=lambda one: -one[0])
-    taken: dict[_Unit, Resident] = {}
+    taken: dict[Unit, Resident] = {}
     donors: list[Resident] = []
     for _, has, each in found:
         new = [unit for unit in has if unit not in taken]
@@ -383,17 +328,7 @@ def _contents_in_common(
             continue  # its pages do not lie beside the others'
         donors.append(each)
         taken.update(dict.fromkeys(new, each))
-    return taken
-
-
-def _has(theirs: Content, mine: Content, leaf: int | None) -> bool:
-    """Return whether two contents have this leaf in common, or None: are equal."""
-    if theirs.digest == mine.digest:
-        return True
-    # A digest is of the size, too: equal leaves are of one size.
-    return (
-        leaf is not None and leaf < len(theirs.leaves) and theirs.leaves[leaf] == mine.leaves[leaf]
-    )
+    return {unit: taken[unit] for unit in units if unit in taken}
 
 
 def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None:

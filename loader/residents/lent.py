@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, StreamDigest
-from tensor_dedup.loader.residents.leaves import Content
+from tensor_dedup.loader.residents.partial import Content
 from tensor_dedup.loader.residents.resident import Resident, copied_part, digest_of
 from tensor_dedup.loader.residents.slab import (
     ExtentLayout,

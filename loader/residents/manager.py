@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-    from tensor_dedup.loader.residents.leaves import Content, LeafPiece
     from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.types import ResidentKey
 
@@ -108,6 +107,7 @@ class AnyRequest(Protocol):
 Request = TypeVar("Request", bound=AnyRequest)
 Held = TypeVar("Held")
 _Held_co = TypeVar("_Held_co", covariant=True)
+Session = TypeVar("Session", bound="ManagerSession[Any, Any]")
 
 
 class ManagedMemory(Protocol[Request, _Held_co]):
@@ -241,30 +241,6 @@ class ManagerSession(Generic[Request, Held]):
         if new:
             weakref.finalize(resident, self.client.forget, new).atexit = False
 
-    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return an empty list. Only `HostSession` looks for residents with parts of a tensor."""
-        return []
-
-    def admit(
-        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
-    ) -> Callable[[], None] | None:
-        """Return None. Only `HostSession` can reserve room for a tensor in parts."""
-
-    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Return None. Only `HostSession` can put a tensor that was built from parts."""
-
-    def end_known(self) -> None:
-        """Do nothing. Only `HostSession` reserves room, and releases it with this method."""
-
-    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Do nothing. Only `HostSession` publishes the contents of a resident."""
-
-    def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Do nothing. Only a GPU's session publishes the blocks of which a large tensor consists.
-
-        Blocks are pieces of 16 MiB.
-        """
-
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
         tensor = NewTensor(request.nbytes, request.key.digest, data)
@@ -294,8 +270,10 @@ class ManagerSession(Generic[Request, Held]):
         return f"{self.memory.namespace}:{name}"
 
 
-class ManagerResidents(Generic[Request, Held]):
+class ManagerResidents(Generic[Request, Held, Session]):
     """One load's use of a memory manager that may be absent or fail. For one thread.
+
+    There is a subclass for each kind of memory, with its kind of `session`.
 
     No method raises MemoryManagerError. Instead, these attributes have the reasons, or None:
 
@@ -305,9 +283,7 @@ class ManagerResidents(Generic[Request, Held]):
     If `session` and `failed` are both None, no manager was requested.
     """
 
-    def __init__(
-        self, session: ManagerSession[Request, Held] | None = None, failed: str | None = None
-    ) -> None:
+    def __init__(self, session: Session | None = None, failed: str | None = None) -> None:
         self.session: Final = session
         self.failed = failed
         self.refused: str | None = None
@@ -339,7 +315,7 @@ class ManagerResidents(Generic[Request, Held]):
         by_key: dict[ResidentKey, Held | None] = {}
         by_query: dict[ResidentQuery, Held | None] = {}
 
-        def ask(session: ManagerSession[Request, Held]) -> None:
+        def ask(session: Session) -> None:
             if known:
                 by_key.update(zip(known, session.by_content(known), strict=True))
             if others:
@@ -360,71 +336,6 @@ class ManagerResidents(Generic[Request, Held]):
             self._ask(lambda session: session.put(requests, found))
         return [found.get(each.recipe) for each in requests]
 
-    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that may have parts of a new tensor.
-
-        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
-        dtype, shape and stride. The result is empty if no manager is in use.
-        """
-        found: list[Held] = []
-        self._ask(lambda session: found.extend(session.having(geometry, contents)))
-        return found
-
-    def admit(
-        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
-    ) -> Callable[[], None] | None:
-        """Reserve room in the manager for the missing pieces of a new tensor.
-
-        `pieces` are all pieces of the tensor. A piece is missing if its `there` is None. Returns
-        None if the manager cannot hold the tensor or has no room. Otherwise returns a function that
-        tells the manager that this load is still working. Call that function now and then while the
-        missing pieces are read. Then call `put_built`, or `end_known` to release the room.
-        """
-        found: list[Callable[[], None] | None] = []
-        self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
-        return found[0] if found else None
-
-    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Put `resident`, which was built after `admit`, into the manager.
-
-        Returns the manager's resident and whether this call wrote it, or None if the manager does
-        not take it.
-        """
-        found: list[tuple[Held, bool] | None] = []
-        self._ask(lambda session: found.append(session.put_built(resident)))
-        return found[0] if found else None
-
-    def end_known(self) -> None:
-        """Release the room that `admit` reserved and `put_built` has not used.
-
-        Does nothing without a manager.
-        """
-        if self.session is not None:
-            self.session.end_known()
-
-    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Publish the `contents` of `resident`, so that other processes find and share its parts.
-
-        Does nothing for a resident that this load has not put.
-        """
-        self._ask(lambda session: session.note_contents(resident, contents))
-
-    @property
-    def whole_only(self) -> str | None:
-        """The reason why tensors of this manager cannot share parts.
-
-        It is None if they can, or if there is no manager.
-        """
-        return self.session.memory.whole_only if self.session is not None else None
-
-    def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Publish the list of blocks that `resident`, a large tensor on a GPU, consists of.
-
-        Blocks are pieces of 16 MiB. Other processes then find the resident by its digest and, if
-        `recipe` is not "", by its recipe. Does nothing in host memory.
-        """
-        self._ask(lambda session: session.publish_parts(recipe, resident))
-
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Arrange that `recipe` leads to `resident` again if the manager is restarted.
 
@@ -433,7 +344,7 @@ class ManagerResidents(Generic[Request, Held]):
         if self.session is not None:
             self.session.announce_to_next_manager(recipe, resident)
 
-    def _ask(self, ask: Callable[[ManagerSession[Request, Held]], None]) -> None:
+    def _ask(self, ask: Callable[[Session], None]) -> None:
         session = self.session
         if session is None or self.failed is not None:
             return

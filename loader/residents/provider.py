@@ -15,16 +15,17 @@ from weakref import WeakSet
 
 from tensor_dedup.loader.residents.host_manager import HostResidents, host_manager_residents
 from tensor_dedup.loader.residents.leaves import (
-    Content,
-    LeafPiece,
+    LeafPlan,
     build_from_leaves,
+    build_known,
     note_contents,
+    pieces_of_known,
     relink,
 )
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.partial import share_in_part
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
-from tensor_dedup.loader.residents.slab import MappingLimitError
+from tensor_dedup.loader.residents.slab import MappingLimitError, SharedMemoryError
 
 if TYPE_CHECKING:
     import os
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
+    from tensor_dedup.loader.residents.partial import Content, KnownTensor, Progress
     from tensor_dedup.types import ResidentKey
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
-    # Is asked before a tensor of these pieces is read, as `build_from_contents` says.
-    Admit = Callable[[Sequence[LeafPiece]], Callable[[], None] | None]
 
 _log = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
@@ -114,6 +115,37 @@ class ResidentProvider(Protocol):
             SharedMemoryError: There is no room; keep the tensors private.
         """
 
+    def share_known(
+        self, tensor: KnownTensor, accept: Callable[[AnyResident], bool]
+    ) -> tuple[AnyResident, bool] | None:
+        """Return a resident of `tensor` that shares parts with others, and whether it is new.
+
+        The digests of the tensor's contents are known, and its bytes were not read. The parts that
+        residents have are found by digest, in this process or in the memory manager, and only the
+        others are read. A part is a leaf of 2 MiB in host memory and a block of 16 MiB on a GPU.
+
+        `accept` gets the resident that was built, before anybody else can find it, and returns
+        whether it may be used; compare it there if the configuration asks for it. A resident that
+        others had built before was found by digest, and `accept` was not asked about it.
+
+        Returns None in these cases; load the tensor in the ordinary way then:
+
+        - Nobody has a part of the tensor that is worth sharing.
+        - There is no room, no descriptor or no mapping left for it, or the manager does not take
+          it. This is met again, and said, on the ordinary way.
+        - `accept` returned False, or the tensor as put together is not the known one.
+
+        Nothing stays then. Errors of `tensor.read`, `tensor.differs` and `accept` are passed on,
+        and nothing stays after them, either.
+        """
+
+    def note_contents(self, resident: AnyResident, contents: Sequence[Content]) -> None:
+        """Register the `contents` of `resident`, so that `share_known` finds its parts by digest.
+
+        Others find them in this process and, if this load has put the resident into the memory
+        manager, in other processes.
+        """
+
     def map(self, resident: AnyResident) -> torch.Tensor:
         """Map `resident` for the model of this load, and return it as a tensor.
 
@@ -139,14 +171,15 @@ class HostProvider:
     """The `ResidentProvider` of one load for host memory. For one thread.
 
     With `keep_alignment`, a resident that is built in this process has the same alignment (modulo
-    64 bytes) as the tensor from which it is copied.
+    64 bytes) as the tensor from which it is copied. `built` has the residents that this load has
+    built, which share no parts among themselves.
     """
 
-    manager: HostResidents = field(default_factory=ManagerResidents)
+    manager: HostResidents = field(default_factory=HostResidents)
     keep_alignment: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
-    _built: WeakSet[Resident] = field(default_factory=WeakSet)
+    built: WeakSet[Resident] = field(default_factory=WeakSet)
     _not_by_leaf: str | None = None
 
     @property
@@ -231,13 +264,15 @@ class HostProvider:
             resident, new = found or (next(packed), True)
             first = registry.register(resident)  # somebody here may have come first
             self.manager.announce_to_next_manager(each.recipe, first)
+            if new and first is resident:
+                self.built.add(first)
             built.append((first, new and first is resident))
         return built
 
     def _build(self, requests: Sequence[ResidentRequest]) -> list[Resident]:
         parts = [
             self._of_leaves(
-                partial(build_from_leaves, each.tensor, each.digest, self._built, each.read)
+                partial(build_from_leaves, each.tensor, each.digest, self.built, each.read)
             )
             for each in requests
         ]
@@ -248,7 +283,7 @@ class HostProvider:
         ]
         whole = iter(pack(items, keep_alignment=self.keep_alignment) if items else ())
         made = [next(whole) if part is None else part for part in parts]
-        self._built.update(made)
+        self.built.update(made)
         return made
 
     def _of_leaves(self, build: Callable[[], Resident | None]) -> Resident | None:
@@ -267,60 +302,34 @@ class HostProvider:
             self._not_by_leaf = reason
             _log.warning("a tensor is copied whole: %s", reason)
 
-    def build_known(
-        self,
-        recipe: str,
-        geometry: ResidentKey,
-        contents: Sequence[Content],
-        build: Callable[[Sequence[Resident], Admit | None], Resident | None],
-    ) -> Resident | None:
-        """Build a resident from parts of other residents; the parts are found by digest.
+    def share_known(
+        self, tensor: KnownTensor, accept: Callable[[Resident], bool]
+    ) -> tuple[Resident, bool] | None:
+        """Return a resident of `tensor` that shares leaves with others, and whether it is new.
 
-        `contents` are the parts of the new tensor, with their digests, and `geometry` has its
-        dtype, shape and stride. `build(residents, admit)` must call `build_from_contents` with
-        these two arguments and return the result.
-
-        Returns None if no resident can be built in this way. Otherwise pass the result to
-        `enter_known`. Call `end_known` in any case, also after an error.
-
-        Raises:
-            SharedMemoryError: There is no memory for the missing parts.
+        Leaves of 2 MiB are found by digest, and only the others are read. `accept` returns whether
+        what was built may be used. Returns None if nothing is shared; load the tensor in the
+        ordinary way then.
         """
-        if self.manager.in_use:
-            donors = self.manager.having(geometry, contents)
-            admit = partial(self.manager.admit, recipe, geometry)
-            return self._of_leaves(partial(build, donors, admit))
-        others = [each for each in registry.alike(geometry) if each not in self._built]
-        return self._of_leaves(partial(build, others, None))
-
-    def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
-        """Register a resident from `build_known`; return the one to use, and whether it is new.
-
-        If the memory manager does not take the resident, the result is None. The resident must then
-        not be used.
-        """
-        if not self.manager.in_use:
-            return self.enter(resident)
-        put = self.manager.put_built(resident)
-        if put is None:
+        memory = _LentLeaves(self) if self.manager.in_use else _Leaves(self)
+        try:
+            found = share_in_part(tensor, memory, accept)
+        except MappingLimitError as error:
+            self.note_not_by_leaf(str(error))
             return None
-        first = registry.register(put[0])
-        self.manager.announce_to_next_manager(recipe, first)
-        return first, put[1] and first is put[0]
+        except SharedMemoryError:
+            return None  # met again, and said, on the ordinary way
+        if found is not None and found[1]:
+            self.built.add(found[0])
+        return found
 
-    def end_known(self) -> None:
-        """Release the memory that `build_known` reserved and `enter_known` has not used.
-
-        Does nothing without a memory manager.
-        """
-        self.manager.end_known()
-
-    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+    def note_contents(self, resident: AnyResident, contents: Sequence[Content]) -> None:
         """Register the `contents` of `resident`, so that others can share its parts by digest.
 
         The contents are registered in this process. If this load has put the resident into the
         memory manager, they are registered there, too.
         """
+        assert isinstance(resident, Resident)
         note_contents(resident, contents)
         self.manager.note_contents(resident, contents)
 
@@ -334,14 +343,14 @@ class HostProvider:
         Raises:
             SharedMemoryError: There is no memory to build the second resident.
         """
-        return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
+        return self.enter(self._of_leaves(partial(relink, resident, self.built)) or resident)
 
     def enter(self, resident: Resident) -> tuple[Resident, bool]:
         """Register `resident`, if no resident with its key is registered yet.
 
         Returns the registered resident, and whether it is `resident` itself.
         """
-        self._built.add(resident)
+        self.built.add(resident)
         first = registry.register(resident)
         return first, first is resident
 
@@ -359,6 +368,60 @@ class HostProvider:
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaves:
+    """Host memory of this process for `share_in_part`: the pieces are leaves of 2 MiB."""
+
+    provider: HostProvider
+
+    def donors(self, tensor: KnownTensor) -> list[Resident]:
+        built = self.provider.built
+        return [each for each in registry.alike(tensor.geometry) if each not in built]
+
+    def pieces(self, tensor: KnownTensor, donors: Sequence[Resident]) -> LeafPlan | None:
+        return pieces_of_known(tensor, donors)
+
+    def admit(self, tensor: KnownTensor, plan: LeafPlan) -> Progress | None:
+        return _nothing
+
+    def build(self, tensor: KnownTensor, plan: LeafPlan, progress: Progress) -> Resident | None:
+        return build_known(tensor, plan, progress)
+
+    def publish(self, tensor: KnownTensor, built: Resident) -> tuple[Resident, bool] | None:
+        return self.provider.enter(built)
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        self.provider.note_contents(resident, contents)
+
+    def release(self) -> None:
+        """Do nothing, because nothing is reserved."""
+
+
+class _LentLeaves(_Leaves):
+    """Host memory that a memory manager lends."""
+
+    def donors(self, tensor: KnownTensor) -> list[Resident]:
+        return self.provider.manager.having(tensor.geometry, tensor.contents)
+
+    def admit(self, tensor: KnownTensor, plan: LeafPlan) -> Progress | None:
+        return self.provider.manager.admit(tensor.recipe, tensor.geometry, plan.pieces)
+
+    def publish(self, tensor: KnownTensor, built: Resident) -> tuple[Resident, bool] | None:
+        put = self.provider.manager.put_built(built)
+        if put is None:
+            return None
+        first = registry.register(put[0])
+        self.provider.manager.announce_to_next_manager(tensor.recipe, first)
+        return first, put[1] and first is put[0]
+
+    def release(self) -> None:
+        self.provider.manager.end_known()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _in_this_process(query: ResidentQuery) -> Resident | None:

@@ -106,7 +106,7 @@ class ModelLoad:
         self._context = DedupContext(config, provider, self._files)
         self.stored = None if checkout is None else _stored_weights(config, checkout, trust=trust)
         if self.stored is not None:
-            self._context.built = self.stored.built
+            provider.built = self.stored.built
         self._dedups: dict[int, ModuleDedup] = {}
         self._settled: set[int] = set()
         self._left_alone: dict[int, nn.Module] = {}

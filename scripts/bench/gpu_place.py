@@ -15,7 +15,6 @@ import torch
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
-from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Driver
@@ -114,7 +113,7 @@ class Serving:
     def lender(self) -> DeviceManagerResidents:
         """What a load has that connects anew."""
         client = connect(self.socket, keep_connected=False, device=self.gpu.device.uuid)
-        return ManagerResidents(
+        return DeviceManagerResidents(
             device_session(self.clients.enter_context(client), self.gpu, "bench")
         )
 

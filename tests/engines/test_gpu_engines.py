@@ -434,11 +434,11 @@ def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
 
 
 def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
+    from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
     from tensor_dedup.loader.cuda.provider import GpuProvider
-    from tensor_dedup.loader.residents.manager import ManagerResidents
 
     with on(driver) as gpu:
-        provider = GpuProvider(gpu, ManagerResidents())
+        provider = GpuProvider(gpu, DeviceManagerResidents())
         for name in ("layers.0.attn._k_scale", "layers.0.attn.v_scale", "moe.expert_map"):
             assert provider.reason(name)
         assert provider.reason("layers.0.attn.qkv_proj.weight_scale") is None

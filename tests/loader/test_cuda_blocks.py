@@ -28,12 +28,12 @@ from tensor_dedup.loader.cuda.blocks import (
     may_be_in_blocks,
     record_of_blocks,
 )
-from tensor_dedup.loader.cuda.manager_residents import device_session
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.sleep import SleepingModel
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -221,7 +221,7 @@ def test_replicas_and_what_has_no_blocks_are_whole(engine: Callable[..., SleepyE
     process = engine(managed=False)
     key = key_of(BASE)
     wanted = (ReplicaKey(key, 1), "replica", process.gpu.copy_of(BASE))
-    [(replica, made)] = process.gpu.get_or_build([wanted], ManagerResidents())
+    [(replica, made)] = process.gpu.get_or_build([wanted], DeviceManagerResidents())
     assert made
     assert len(replica.slabs) == 1
     assert may_be_in_blocks(key, BLOCKS_FROM)
@@ -286,7 +286,7 @@ def test_what_changed_after_it_was_hashed_is_shared_with_nobody(
     process = engine()
     wanted = (ReplicaKey(key_of(BASE), 0), "recipe", process.gpu.copy_of(TUNE))
     assert process.device is not None
-    residents = ManagerResidents(device_session(process.device, process.gpu.gpu, "base"))
+    residents = DeviceManagerResidents(device_session(process.device, process.gpu.gpu, "base"))
     with pytest.raises(BackendError, match="changed"):
         process.gpu.get_or_build([wanted], residents)
     assert on_gpu(device) == gpus.in_use() == 0
@@ -299,7 +299,7 @@ def test_near_the_limit_of_descriptors_a_tensor_is_whole_and_it_is_said(
     log = BlockLog()
     with gpus.few_descriptors():
         wanted = (ReplicaKey(key_of(BASE), 0), "recipe", process.gpu.copy_of(BASE))
-        [(resident, _)] = process.gpu.get_or_build([wanted], ManagerResidents(), log)
+        [(resident, _)] = process.gpu.get_or_build([wanted], DeviceManagerResidents(), log)
     assert len(resident.slabs) == 1
     assert "ulimit -n" in (log.why_whole or "")
 
@@ -314,7 +314,9 @@ def test_whatever_call_fails_nothing_is_left(engine: Callable[..., SleepyEngine]
         process.driver.again(number)
         try:
             wanted = (key, "recipe", process.gpu.copy_of(TUNE))
-            found = Views(CPU).tensor(process.gpu.get_or_build([wanted], ManagerResidents())[0][0])
+            found = Views(CPU).tensor(
+                process.gpu.get_or_build([wanted], DeviceManagerResidents())[0][0]
+            )
             break
         except BackendError:
             process.driver.again()
@@ -454,7 +456,7 @@ def test_slabs_larger_than_blocks_are_whole_and_it_is_said(folder: Path) -> None
     ) as device:
         one = SleepyEngine(folder, tier=False)
         assert one.device is not None
-        manager = ManagerResidents(device_session(one.device, one.gpu.gpu, "base"))
+        manager = DeviceManagerResidents(device_session(one.device, one.gpu.gpu, "base"))
         provider = GpuProvider(one.gpu, manager)
         request = ResidentRequest("recipe", BASE, key_of(BASE).digest)
         [(made, new)] = provider.get_or_build([request])
@@ -496,7 +498,7 @@ def test_a_load_of_vllm_uploads_what_differs(
     for process, tensor, shared in ((one, BASE, 0), (two, TUNE, TUNE.nbytes - BLOCK_BYTES)):
         assert process.device is not None
         session = device_session(process.device, process.gpu.gpu, "base")
-        provider = GpuProvider(process.gpu, ManagerResidents(session))
+        provider = GpuProvider(process.gpu, DeviceManagerResidents(session))
         [(made, new)] = provider.get_or_build(
             [ResidentRequest("recipe", tensor, key_of(tensor).digest)]
         )
@@ -523,7 +525,7 @@ def test_the_next_manager_has_the_blocks_and_the_whole(
         assert on_gpu(heir) == BASE.nbytes + BLOCK_BYTES
         later = engine()
         assert later.device is not None
-        residents = ManagerResidents(device_session(later.device, later.gpu.gpu, "base"))
+        residents = DeviceManagerResidents(device_session(later.device, later.gpu.gpu, "base"))
         found = later.gpu.find([ReplicaKey(key_of(each), 0) for each in (BASE, TUNE)], residents)
         assert all(isinstance(each, TensorInBlocks) for each in found)
         del found

@@ -28,11 +28,11 @@ from gpu_runs.gpu_loads import (
 )
 from manager_runs import managers
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -121,7 +121,8 @@ def test_large_tensors_are_shared_whole_and_ipc_says_why(folder: Path, backend: 
         assert torch.equal(shared, base)
         assert torch.equal(found, tune)
         provider = GpuProvider(
-            cast("SharedGpu", SimpleNamespace(kind=CPU)), ManagerResidents(second.lender.session)
+            cast("SharedGpu", SimpleNamespace(kind=CPU)),
+            DeviceManagerResidents(second.lender.session),
         )
         assert ("`ipc`" in (provider.not_by_leaf or "")) == (backend == "ipc")
         del held, again, own, shared, found, provider

@@ -28,9 +28,9 @@ from gpu_runs.gpu_loads import (
 from manager_runs import managers
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.loader.residents.resident import digest_of, resident_key, shares_memory
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -323,7 +323,7 @@ def test_what_is_leased_only_until_it_is_unmapped_makes_room(
 ) -> None:
     """The manager has room for one of the two."""
     mine = load()
-    borrowing = ManagerResidents(mine.lender.session)
+    borrowing = DeviceManagerResidents(mine.lender.session)
     first, second = (torch.full((10 << 20,), float(number)) for number in (1, 2))
     [lent] = borrowing.put([mine.wanted(first)])
     assert lent is not None

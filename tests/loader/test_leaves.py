@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,9 @@ from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.errors import AuditError, ChangedFileError
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import mappings
-from tensor_dedup.loader.residents.leaves import (
-    Content,
-    build_from_contents,
-    note_contents,
-    relink,
-)
+from tensor_dedup.loader.residents.leaves import note_contents, relink
 from tensor_dedup.loader.residents.manager import ResidentRequest
+from tensor_dedup.loader.residents.partial import Content
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
@@ -45,9 +42,8 @@ from vllm_runs.lent_tensors import (
     ROW,
     ROWS_OF_A_LEAF,
     changed,
-    check_of,
+    known_tensor,
     load_file_of_qkv,
-    reader_of,
     rows,
 )
 
@@ -260,20 +256,21 @@ def test_leaves_of_others_that_lie_otherwise_in_a_page_are_not_taken() -> None:
         bases.append((base, offset))
     held = [build(offset_by(base, n), keep_alignment=True)[0] for base, n in bases]
     assert len({resident.offset % PAGE for resident in held}) == 2
-    contents = contents_of([tune])
     for resident, (base, _) in zip(held, bases, strict=True):
         note_contents(resident, contents_of([base]))
-    read: list[int] = []
-    key, fetch = resident_key(tune, ""), reader_of([tune], read)
-    known = build_from_contents(key, contents, fetch, check_of(contents), digest_of)
-    (unknown,) = build(offset_by(tune, 16), keep_alignment=True)
-    for made in (known, unknown):
+    for is_known in (True, False):
+        if is_known:
+            made, read = build_known([tune])
+            assert read == 2 * LEAF_BYTES
+        else:
+            (made,) = build(offset_by(tune, 16), keep_alignment=True)
         assert made is not None
         assert torch.equal(made.map(), tune)
         assert shared_bytes(made.map(), held[1].map()) == 0
         for donor in (held[0], held[2]):
             assert shared_bytes(made.map(), donor.map()) > 3 * LEAF_BYTES
-    assert sum(read) == 2 * LEAF_BYTES
+        del made
+        gc.collect()
 
 
 def test_a_last_leaf_that_is_shorter_than_a_page() -> None:
@@ -512,16 +509,15 @@ def known(parts: Parts, *, with_leaves: bool = True) -> Resident:
 
 def build_known(parts: Parts, *, with_leaves: bool = True) -> tuple[Resident | None, int]:
     """What a load of its own makes of a known tensor of these parts; how many bytes it reads."""
-    whole = torch.cat([*parts])
+    whole, read = torch.cat([*parts]), list[int]()
     contents = contents_of(parts, with_leaves=with_leaves)
-    read: list[int] = []
-    fetch = reader_of(parts, read)
-    key = resident_key(whole, "")
-    made = build_from_contents(key, contents, fetch, check_of(contents), digest_of)
-    if made is not None:
-        assert torch.equal(made.map(), whole)
-        assert made.key == resident_key(whole, digest_of(whole))
-    return made, sum(read)
+    tensor = known_tensor(parts, read, contents=contents)
+    found = HostProvider().share_known(tensor, lambda _: True)
+    if found is None:
+        return None, sum(read)
+    assert torch.equal(found[0].map(), whole)
+    assert found[0].key == resident_key(whole, digest_of(whole))
+    return found[0], sum(read)
 
 
 # Parts that meet where pages do, and some that do not.
@@ -640,10 +636,9 @@ def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:
         write(tensor_bytes(tune[1])[:LEAF_BYTES], 0)
         raise StaleHintError("as it was remembered it is not")
 
-    whole = torch.cat(tune)
-    key, contents = resident_key(whole, ""), contents_of(tune)
+    failing = replace(known_tensor(tune, []), read=fetch)
     with pytest.raises(StaleHintError):
-        build_from_contents(key, contents, fetch, check_of(contents), digest_of)
+        HostProvider().share_known(failing, lambda _: True)
     gc.collect()
     assert slabs() == before
     assert held.nbytes

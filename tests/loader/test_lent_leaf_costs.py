@@ -20,13 +20,14 @@ from manager_runs.manager_fakes import PlayedClients
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import lent
-from tensor_dedup.loader.residents.leaves import Content, content_marks, leaf_marks
+from tensor_dedup.loader.residents.leaves import content_marks, leaf_marks
 from tensor_dedup.loader.residents.lent import (
     LentInParts,
     composition_in,
     record_of,
     record_of_parts,
 )
+from tensor_dedup.loader.residents.partial import Content
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.connection import Connection

@@ -16,7 +16,7 @@ from manager_runs import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.residents.host_manager import HostMemory, HostResidents, host_session
 from tensor_dedup.loader.residents.lent import LentResident
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError
@@ -51,7 +51,7 @@ def lender(manager: managers.Manager) -> Iterator[Lend]:
 
         def make() -> HostResidents:
             client = stack.enter_context(connect(manager.socket, keep_connected=False))
-            return ManagerResidents(host_session(client, "a checkpoint"))
+            return HostResidents(host_session(client, "a checkpoint"))
 
         yield make
 
@@ -179,7 +179,7 @@ def begins(state: dict[str, object]) -> None:
     # What a test of another module, or a shell, has left would end this process.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = connect(Path(str(state["path"])), keep_connected=False)
-    state["mine"] = ManagerResidents(host_session(client, "a checkpoint"))
+    state["mine"] = HostResidents(host_session(client, "a checkpoint"))
 
 
 def asks_and_is_interrupted(state: dict[str, object]) -> str:
@@ -222,7 +222,7 @@ def reconnects_and_finds(state: dict[str, object]) -> bool:
 
 def residents_of(state: dict[str, object]) -> HostResidents:
     mine = state["mine"]
-    assert isinstance(mine, ManagerResidents)
+    assert isinstance(mine, HostResidents)
     return mine
 
 

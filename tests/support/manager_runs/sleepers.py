@@ -10,12 +10,11 @@ import torch
 from gpu_runs.fake_driver import FakeDriver, RefusingDriver, fake_uuid
 from gpu_runs.gpu_loads import key_of
 from tensor_dedup.loader.cuda.gpu import Gpu
-from tensor_dedup.loader.cuda.manager_residents import device_session
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.sleep import SleepingModel, SleepReport
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.manager import ManagerResidents
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
@@ -50,9 +49,9 @@ class SleepyEngine:
 
     def _residents(self, group: list[torch.Tensor]) -> list[DeviceResident]:
         residents = (
-            ManagerResidents()
+            DeviceManagerResidents()
             if self.device is None
-            else ManagerResidents(device_session(self.device, self.gpu.gpu, "base"))
+            else DeviceManagerResidents(device_session(self.device, self.gpu.gpu, "base"))
         )
         keys = [ReplicaKey(key_of(each), 0) for each in group]
         found = self.gpu.find(keys, residents)

@@ -15,9 +15,9 @@ from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
-from tensor_dedup.loader.residents.host_manager import host_session
-from tensor_dedup.loader.residents.leaves import Content, build_from_contents
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.host_manager import HostResidents, host_session
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
+from tensor_dedup.loader.residents.partial import Content, KnownTensor
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import (
     Resident,
@@ -55,7 +55,7 @@ class Process:
         self.client = client
 
     def provider(self) -> HostProvider:
-        return HostProvider(ManagerResidents(host_session(self.client, "a checkpoint")))
+        return HostProvider(HostResidents(host_session(self.client, "a checkpoint")))
 
     def load(self, *tensors: torch.Tensor, recipe: str = "") -> list[tuple[Resident, bool]]:
         """Residents as a load of its own makes them."""
@@ -115,13 +115,26 @@ def reader_of(
     return fetch
 
 
-def check_of(contents: Sequence[Content]) -> Callable[[int, memoryview], None]:
-    """What sees that a content is what its digest says."""
+def known_tensor(
+    parts: Sequence[torch.Tensor],
+    read: list[int],
+    recipe: str = "recipe",
+    *,
+    contents: Sequence[Content] = (),
+) -> KnownTensor:
+    """A known tensor of these parts, one beside the other; `read` gets what is read of it."""
 
-    def check(number: int, data: memoryview) -> None:
-        assert digest(data) == contents[number].digest
+    def differs(number: int, found: str) -> None:
+        raise AssertionError(f"content {number} hashes to {found}")
 
-    return check
+    return KnownTensor(
+        recipe,
+        resident_key(torch.cat([*parts]), ""),
+        contents or contents_of(parts),
+        reader_of(parts, read),
+        digest,
+        differs,
+    )
 
 
 def load_known(
@@ -134,26 +147,17 @@ def load_known(
 
     `meanwhile` is called when it has read them, before it puts them.
     """
-    whole, provider, read = torch.cat([*parts]), process.provider(), list[int]()
-    fetch = reader_of(parts, read)
-    contents, geometry = contents_of(parts), resident_key(whole, "")
+    whole, read = torch.cat([*parts]), list[int]()
 
-    def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
-        return build_from_contents(
-            geometry, contents, fetch, check_of(contents), digest_of, residents, admit
-        )
+    def accept(built: Resident) -> bool:
+        meanwhile()
+        return True
 
-    built = provider.build_known(recipe, geometry, contents, build)
-    if built is None:
-        provider.end_known()
+    found = process.provider().share_known(known_tensor(parts, read, recipe), accept)
+    if found is None:
         return None, sum(read)
-    meanwhile()
-    entered = provider.enter_known(recipe, built)
-    assert entered is not None
-    assert entered[0].key == resident_key(whole, digest_of(whole))
-    if entered[1]:
-        provider.note_contents(entered[0], contents)
-    return entered[0], sum(read)
+    assert found[0].key == resident_key(whole, digest_of(whole))
+    return found[0], sum(read)
 
 
 def _fuse(model: Any, weights: deferring.Weights) -> None:
