@@ -187,6 +187,15 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                     new_marks = self._marks_of.get(each.recipe, [])
                     self._remember(resident, new_marks, *resident.published)
 
+    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
+        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
+
+        The arrangement ends when the object `resident` is freed, so pass the object that is in the
+        registry. Does nothing if no manager lends the resident.
+        """
+        if isinstance(resident, LentResident | LentInParts):
+            self._remember(resident, [self._key(recipe)], *resident.published)
+
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
         """Return residents of the manager that may have parts of a new tensor.
 
@@ -492,6 +501,14 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
 
 class HostResidents(ManagerResidents[ResidentRequest, Resident, HostSession]):
     """One load's use of a manager of host memory, which may be absent or fail. For one thread."""
+
+    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
+        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
+
+        Does nothing without a manager.
+        """
+        if self.session is not None:
+            self.session.announce_to_next_manager(recipe, resident)
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
         """Return residents of the manager that may have parts of a new tensor.

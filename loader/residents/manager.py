@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, Typ
 
 from blake3 import blake3
 
-from tensor_dedup.loader.residents.lent import LentInParts, LentResident, record_of
+from tensor_dedup.loader.residents.lent import record_of
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
-from tensor_dedup.loader.residents.resident import Resident, key_anywhere
+from tensor_dedup.loader.residents.resident import key_anywhere
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import (
     AUTO,
@@ -221,18 +221,9 @@ class ManagerSession(Generic[Request, Held]):
             [first, *_] = result.still_building
             self._note_unusable(f"another process has been building {first} for {PUT_WAIT_S:.0f} s")
 
-    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
-
-        The arrangement ends when the object `resident` is freed, so pass the object that is in the
-        registry. Does nothing if no manager lends the resident.
-        """
-        if isinstance(resident, LentResident | LentInParts):
-            self._remember(resident, [self._key(recipe)], *resident.published)
-
     def _remember(
         self,
-        resident: Resident | Held,
+        resident: Held,
         keys: Sequence[str],
         record: bytes,
         digests: Sequence[str],
@@ -335,14 +326,6 @@ class ManagerResidents(Generic[Request, Held, Session]):
         if requests:
             self._ask(lambda session: session.put(requests, found))
         return [found.get(each.recipe) for each in requests]
-
-    def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Arrange that `recipe` leads to `resident` again if the manager is restarted.
-
-        Does nothing without a manager.
-        """
-        if self.session is not None:
-            self.session.announce_to_next_manager(recipe, resident)
 
     def _ask(self, ask: Callable[[Session], None]) -> None:
         session = self.session
