@@ -142,6 +142,7 @@ def test_capture_of_the_legacy_allocators_memory_is_not_ours(load: Load) -> None
     assert not any(shares_memory(tensor, each) for each in made)
 
 
+@pytest.mark.alone
 @needs_streams
 def test_memory_that_torch_keeps_for_later_makes_room() -> None:
     """torch has nearly all of the GPU and uses none of it: it gives it back, and we go on."""

@@ -34,6 +34,7 @@ def a_gibibyte() -> nn.Module:
     return nn.Sequential(*layers).eval().requires_grad_(requires_grad=False)
 
 
+@pytest.mark.alone
 def test_a_model_that_fits_only_because_it_shares() -> None:
     first, second = a_gibibyte(), a_gibibyte()
     for each in (first, second):

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gpu_runs import gpu_world
-from gpu_runs.gpu_world import Load, Manager, Worker, weights, workers
+from gpu_runs.answers import Worker
+from gpu_runs.gpu_world import Load, Manager, weights, workers
 from manager_runs import managers
 
 pytestmark = pytest.mark.gpu
@@ -33,6 +34,7 @@ def right(worker: Worker, seed: int = 1) -> bool:
     return torch.allclose(found, torch.tensor(expected(seed)), atol=1e-2)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("count", [2, 4])
 def test_memory_counts_once(manager: Manager, count: int) -> None:
     if gpu_world.REHEARSAL:
@@ -102,6 +104,7 @@ def test_a_killed_manager_leaves_what_is_mapped_and_takes_it_back(
                 assert other.do("let_go") == 0
 
 
+@pytest.mark.alone
 def test_memory_is_given_back_when_nobody_uses_it(manager: Manager) -> None:
     if gpu_world.REHEARSAL:
         pytest.skip("NVML counts no memory files")

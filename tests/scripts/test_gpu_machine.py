@@ -1,9 +1,11 @@
-"""What is carried to a machine with a GPU: of vLLM what its tests need, in pieces or whole."""
+"""What is carried to a machine with a GPU: one archive, which runs there without a network."""
 
 import importlib.metadata
+import struct
+import subprocess
 import sys
+import tarfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,6 @@ import gpu_machine
 
 NEEDED = {
     "vllm/__init__.py": b"",
-    "vllm/_C_stable_libtorch.abi3.so": bytes(range(256)) * 999,
     "vllm/vllm_flash_attn/__init__.py": b"",
     "vllm/third_party/pynvml.py": b"",
     "vllm-0.26.0.dist-info/METADATA": b"Name: vllm\n",
@@ -25,65 +26,112 @@ NOT_NEEDED = (
     "vllm/_flashmla_C.abi3.so",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
     "vllm/third_party/deep_gemm/include/cute.hpp",
+    "vllm-0.26.0.dist-info/RECORD",
+)
+PTX, MACHINE = 1, 2
+# What the containers of an extension hold: of what kind, for which GPU.
+CONTAINERS = (
+    [(MACHINE, 80), (MACHINE, 90), (MACHINE, 100), (PTX, 90)],
+    [(MACHINE, 75), (PTX, 75), (PTX, 80)],
+    [(MACHINE, 80), (MACHINE, 86)],
 )
 
 
+def code(container: int, kind: int, gpu: int) -> bytes:
+    """Code as nvcc writes it: a header that names kind and GPU, and bytes that tell them apart."""
+    header = struct.pack("<HHIQIIHHI", kind, 0x101, 64, 48, 0, 0, 0, 0, gpu)
+    return header.ljust(64, b"\1") + bytes([1 + container, kind, gpu]) * 16
+
+
+def extension(containers: tuple[list[tuple[int, int]], ...] = CONTAINERS) -> bytes:
+    """A compiled extension: text, a section of GPU code with gaps, and the table of sections."""
+    fat = b""
+    for number, each in enumerate(containers):
+        held = b"".join(code(number, kind, gpu) for kind, gpu in each)
+        fat += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(held)) + held + bytes(8)
+    names = b"\0.text\0.nv_fatbin\0.shstrtab\0"
+    text = b"\x7fcode of the CPU" * 4
+    parts, at = [(0, 0, b"")], 64
+    for name, content in ((b".text", text), (b".nv_fatbin", fat), (b".shstrtab", names)):
+        parts.append((names.index(name), at, content))
+        at += len(content)
+    header = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", at)
+    header = header.ljust(58, b"\0") + struct.pack("<HHH", 64, len(parts), 3)
+    table = (struct.pack("<IIQQQQ", n, 1, 0, 0, s, len(c)).ljust(64, b"\0") for n, s, c in parts)
+    return header + b"".join(content for _, _, content in parts) + b"".join(table)
+
+
+@pytest.mark.parametrize(
+    ("capability", "kept"),
+    [
+        ("9.0", {(0, MACHINE, 90)}),
+        ("8.9", {(0, MACHINE, 80), (2, MACHINE, 86)}),
+        ("7.5", {(1, MACHINE, 75)}),
+    ],
+)
+def test_an_extension_keeps_the_code_that_this_gpu_runs(
+    capability: str, kept: set[tuple[int, int, int]]
+) -> None:
+    expected = whole = extension()
+    pruned = gpu_machine.without_others(whole, capability)
+    held = {(n, *each) for n, container in enumerate(CONTAINERS) for each in container}
+    for other in held - kept:
+        full = code(*other)
+        expected = expected.replace(full, full[:64] + bytes(len(full) - 64))
+    assert pruned == expected != whole
+    assert gpu_machine.without_others(pruned, capability) == pruned
+
+
+def test_any_other_file_is_packed_as_it_is() -> None:
+    for content in (b"", b"import torch\n", b"\x7fELF\x02\x01\x01", extension()[:200]):
+        assert gpu_machine.without_others(content, "9.0") is content
+
+
 @pytest.fixture
-def archive(tmp_path: Path) -> Path:
-    wheel = tmp_path / "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl"
-    with zipfile.ZipFile(wheel, "w") as made:
+def wheels(tmp_path: Path) -> Path:
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl", "w") as made:
         for name, content in {**NEEDED, **dict.fromkeys(NOT_NEEDED, b"large")}.items():
             made.writestr(name, content)
-    return gpu_machine.pack(wheel, tmp_path)
-
-
-def cut(archive: Path, size: int) -> Path:
-    """The archive in pieces of this size, in a folder of their own, as `split` names them."""
-    content = archive.read_bytes()
-    folder = archive.with_name("pieces")
-    folder.mkdir()
-    for n, start in enumerate(range(0, len(content), size)):
-        piece = folder / f"{archive.name}.{n:02}"
-        piece.write_bytes(content[start : start + size])
-    assert len(list(folder.iterdir())) > 2
+        made.writestr("vllm/_C.abi3.so", extension())
+    with zipfile.ZipFile(folder / "numbers-1.0-py3-none-any.whl", "w") as made:
+        made.writestr("numbers-1.0.data/purelib/numbers/__init__.py", "one = 1\n")
+        made.writestr("numbers-1.0.data/scripts/count", "no module")
     return folder
 
 
-def files(site: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(site)): f.read_bytes() for f in site.rglob("*") if f.is_file()}
+def test_one_archive_has_this_repository_and_the_wheels(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = gpu_machine._git
+    few = ("--", "scripts", "loader/report.py", "src/tensor_dedup/loader")
+    monkeypatch.setattr(gpu_machine, "_git", lambda *a: listed(*a, *few[: 4 * ("-coz" in a)]))
+    file = tmp_path / "test-gpu.tar.xz"
+    version = "{}.{}".format(*sys.version_info)
+    assert "2 wheels" in gpu_machine.pack(file, wheels, version, "9.0")
+    with tarfile.open(file) as archive:
+        archive.extractall(tmp_path, filter="data")
+    top, place = tmp_path / gpu_machine.TOP, tmp_path / gpu_machine.PLACE
+    site = place / "site"
+    found = {str(f.relative_to(site)): f.read_bytes() for f in site.rglob("*") if f.is_file()}
+    assert found == {
+        **NEEDED,
+        "vllm/_C.abi3.so": gpu_machine.without_others(extension(), "9.0"),
+        # Every layer of vLLM imports flash attention, which then has to be there.
+        **dict.fromkeys(gpu_machine.EMPTY, b""),
+        "numbers/__init__.py": b"one = 1\n",
+    }
+    assert (top / "src/tensor_dedup/loader/report.py").resolve() == top / "loader/report.py"
+    started = [str(top / "scripts/test-gpu"), "--nothing"]
+    done = subprocess.run(started, check=False, text=True, capture_output=True)
+    assert (done.returncode, "see its first lines" in done.stderr) == (2, True)
 
 
-@pytest.fixture
-def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without vLLM."""
-    monkeypatch.setattr(gpu_machine, "find_spec", lambda _name: None)
-
-
-@pytest.mark.usefixtures("_bare")
-@pytest.mark.parametrize("size", [None, 100])
-def test_what_is_needed_of_vllm_comes_back(archive: Path, size: int | None, tmp_path: Path) -> None:
-    source, site = archive.parent if size is None else cut(archive, size), tmp_path / "site"
-    assert gpu_machine.unpack(source, site).startswith("unpacked vllm-0.26.0.tar.xz")
-    # Every layer of vLLM imports flash attention, which then has to be there.
-    assert files(site) == NEEDED | dict.fromkeys(gpu_machine.EMPTY, b"")
-    assert "is there" in gpu_machine.unpack(source, site)
-
-
-@pytest.mark.usefixtures("_bare")
-def test_a_piece_that_is_missing_is_said_and_leaves_nothing(archive: Path, tmp_path: Path) -> None:
-    source, site = cut(archive, 100), tmp_path / "site"
-    max(source.iterdir()).unlink()
-    with pytest.raises(SystemExit, match=r"vllm-0\.26\.0\.tar\.xz\.00.*is a piece missing"):
-        gpu_machine.unpack(source, site)
-    assert not (site / "vllm").exists()
-
-
-def test_a_machine_that_has_vllm_keeps_its_own(archive: Path, tmp_path: Path) -> None:
-    assert gpu_machine.unpack(tmp_path / "empty", tmp_path) == "there is no vLLM to unpack"
-    if find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
-    assert gpu_machine.unpack(archive.parent, tmp_path / "site") == "vLLM is installed"
-    assert not (tmp_path / "site").exists()
+def test_an_archive_for_another_python_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / gpu_machine.FACTS).write_text('{"python": "2.7", "capability": "9.0"}')
+    with pytest.raises(SystemExit, match=r"gather again for it: --gather FILE \d"):
+        gpu_machine.check(tmp_path)
 
 
 def test_plug_ins_are_found_as_if_this_were_installed(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
-"""A process of the tests on a GPU: reads [name, arguments] line by line, and answers each."""
+"""A process of the tests on a GPU that uses what a manager lends; `answers` tells it what to do."""
 
 import faulthandler
-import json
-import sys
 from typing import Any
 
 import torch
 
-from gpu_runs import gpu_world
+from gpu_runs import answers, gpu_world
 from gpu_runs.gpu_world import Load, wait_for_gpu, weights
 
 STATE: dict[str, Any] = {}
@@ -85,17 +83,5 @@ def let_go() -> int:
     return int(STATE["load"].gpu.reap(wait=True))
 
 
-def main() -> None:
-    """Until the other side has hung up."""
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        try:
-            answer = {"value": globals()[name](*arguments)}
-        except Exception as error:  # noqa: BLE001  # told to the test, which expects it or not
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main()
+    answers.serve(globals())

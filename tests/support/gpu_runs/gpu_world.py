@@ -4,18 +4,17 @@ With TENSOR_DEDUP_FAKE_GPU=1 the same processes, managers and mappings run over 
 torch computes with them on the CPU. It shows that the tests run, and nothing about a GPU.
 """
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gpu_runs import gpus
+from gpu_runs.answers import Worker
 from gpu_runs.fake_driver import FakeDriver
 from gpu_runs.gpu_loads import Lender
 from manager_runs import managers
@@ -126,77 +125,25 @@ class Load:
         return (views or self.views).tensor(found)
 
 
-class Worker:
-    """Another process: a fresh interpreter that does the functions of `gpu_worker` by name.
-
-    Forks of a process that has used CUDA cannot.
-    """
-
-    def __init__(self, manager: Manager, **environment: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("gpu_worker.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                **environment,
-                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-            },
-        )
-        self.pid = self._process.pid
-        self._tell("connect", str(manager.socket.with_name("m.sock")))
-
-    def ready(self) -> None:
-        """Wait until it is connected: several can begin at once."""
-        answer = self._answer()
-        assert answer is not None, "the process has ended"
-        assert "error" not in answer, answer["error"]
-
-    def do(self, name: str, *arguments: Any) -> Any:
-        """What it returned. AssertionError with what it raised."""
-        answer = self.attempt(name, *arguments)
-        assert answer is not None, f"{name}: the process has ended"
-        assert "error" not in answer, answer["error"]
-        return answer["value"]
-
-    def attempt(self, name: str, *arguments: Any) -> dict[str, Any] | None:
-        """{"value": ...} or {"error": ...}; None when that ended the process."""
-        self._tell(name, *arguments)
-        return self._answer()
-
-    def _tell(self, name: str, *arguments: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
-        self._process.stdin.flush()
-
-    def _answer(self) -> dict[str, Any] | None:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        answer: dict[str, Any] | None = json.loads(line) if line else None
-        return answer
-
-    def kill(self) -> None:
-        self._process.kill()
-        self.close()
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.wait(timeout=managers.PATIENCE_S)
+@contextmanager
+def workers(manager: Manager, count: int, **environment: str) -> Iterator[list[Worker]]:
+    """So many processes of `gpu_worker`, connected, and ended with the context."""
+    with started("gpu_worker", count, **environment) as found:
+        for each in found:
+            each.tell("connect", str(manager.socket.with_name("m.sock")))
+        for each in found:
+            each.value()
+        yield found
 
 
 @contextmanager
-def workers(manager: Manager, count: int, **environment: str) -> Iterator[list[Worker]]:
-    """So many processes, ended with the context."""
-    started: list[Worker] = []
+def started(module: str, count: int, **environment: str) -> Iterator[list[Worker]]:
+    """So many processes that do the functions of a module, ended with the context."""
+    found: list[Worker] = []
     try:
         for _ in range(count):
-            started.append(Worker(manager, **environment))
-        for each in started:
-            each.ready()
-        yield started
+            found.append(Worker(module, **environment))
+        yield found
     finally:
-        for each in started:
+        for each in found:
             each.close()

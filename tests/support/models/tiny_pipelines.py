@@ -41,7 +41,7 @@ _PROMPT = "a cat in a hat"
 
 def make(root: Path) -> None:
     """Write `sd`, `tuned` (of it: cross attention), `fp16` (of it), `base` and `refiner`."""
-    tokenizer = _tokenizer(root / "tokenizer")
+    tokenizer = byte_tokenizer(root / "tokenizer")
     vae, text = _vae(1), _text(2, CLIPTextModel, len(tokenizer))
     unet = _unet(3, cross_attention_dim=_HIDDEN)
     _sd(vae, text, unet, tokenizer).save_pretrained(root / "sd")
@@ -59,19 +59,12 @@ def make_xl(root: Path) -> None:
 
     The UNet of `base` is in several files.
     """
-    tokenizer = _tokenizer(root / "tokenizer")
+    tokenizer = byte_tokenizer(root / "tokenizer")
     vae = _vae(4)
     second = _text(5, CLIPTextModelWithProjection, len(tokenizer))
     unet = _unet_xl(7, 2 * _HIDDEN, _HIDDEN + 6 * 8)
-    _D.StableDiffusionXLPipeline(
-        vae=vae,
-        text_encoder=_text(6, CLIPTextModel, len(tokenizer)),
-        text_encoder_2=second,
-        tokenizer=tokenizer,
-        tokenizer_2=tokenizer,
-        unet=unet,
-        scheduler=_scheduler(),
-    ).save_pretrained(root / "base")
+    text = _text(6, CLIPTextModel, len(tokenizer))
+    xl(vae, text, second, unet, tokenizer).save_pretrained(root / "base")
     shutil.rmtree(root / "base" / "unet")
     unet.save_pretrained(root / "base" / "unet", max_shard_size="200KB")
     _D.StableDiffusionXLImg2ImgPipeline(
@@ -85,6 +78,19 @@ def make_xl(root: Path) -> None:
         requires_aesthetics_score=True,
         force_zeros_for_empty_prompt=False,
     ).save_pretrained(root / "refiner")
+
+
+def xl(vae: Any, text: Any, second: Any, unet: Any, tokenizer: CLIPTokenizer) -> Any:
+    """A pipeline of these parts."""
+    return _D.StableDiffusionXLPipeline(
+        vae=vae,
+        text_encoder=text,
+        text_encoder_2=second,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=unet,
+        scheduler=_scheduler(),
+    )
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -140,7 +146,7 @@ def _modules(pipeline: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
-def _tokenizer(folder: Path) -> CLIPTokenizer:
+def byte_tokenizer(folder: Path) -> CLIPTokenizer:
     """One token a byte, as GPT-2 names bytes, and with the end of a word."""
     folder.mkdir(parents=True, exist_ok=True)
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -77,15 +77,45 @@ def vae() -> Any:
     )
 
 
+def clip_bigg_of_four_layers() -> Any:
+    """A tenth of SDXL's second text encoder."""
+    config: Any = hf.CLIPTextConfig(**_clip(1280, 4, 20), projection_dim=1280)
+    kind: Any = hf.CLIPTextModelWithProjection
+    return kind(config)
+
+
 def unet_sdxl() -> Any:
     """The U-Net of SDXL base."""
+    return _unet_xl((320, 640, 1280), (1, 2, 10))
+
+
+def unet_of_a_gigabyte() -> Any:
+    """One half as wide, with fewer layers: 0.7 GB in 16 bits."""
+    return _unet_xl((160, 320, 640), (1, 2, 4))
+
+
+def llama_of_a_gigabyte() -> Any:
+    """A Llama with 12 layers: 1.3 GB in 16 bits."""
+    config: Any = hf.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    )
+    kind: Any = hf.LlamaForCausalLM
+    return kind(config)
+
+
+def _unet_xl(channels: tuple[int, int, int], layers: tuple[int, int, int]) -> Any:
     return _D.UNet2DConditionModel(
         sample_size=128,
-        block_out_channels=(320, 640, 1280),
+        block_out_channels=channels,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
         attention_head_dim=(5, 10, 20),
-        transformer_layers_per_block=(1, 2, 10),
+        transformer_layers_per_block=layers,
         cross_attention_dim=2048,
         use_linear_projection=True,
         addition_embed_type="text_time",
