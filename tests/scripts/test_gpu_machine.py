@@ -1,6 +1,8 @@
-"""What is carried to a machine with a GPU: one archive, which runs there without a network."""
+"""What is carried to a machine with a GPU, one archive, and what the one command runs there."""
 
 import importlib.metadata
+import os
+import shlex
 import struct
 import subprocess
 import sys
@@ -140,3 +142,63 @@ def test_plug_ins_are_found_as_if_this_were_installed(tmp_path: Path) -> None:
     plug_ins = {e.group: e.load() for e in found.entry_points if e.group.startswith("vllm.")}
     assert set(plug_ins) == {"vllm.general_plugins", "vllm.platform_plugins"}
     assert all(map(callable, plug_ins.values()))
+
+
+TEST_GPU = package_source.ROOT / "scripts" / "test-gpu"
+FILES = {f"tests/gpu/{each.name}" for each in (package_source.ROOT / "tests/gpu").glob("test_*.py")}
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> dict[str, str]:
+    """An environment in which Python only notes what it is to run, each command as a line."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(
+        f'#!/bin/sh\necho "$*" >>{shlex.quote(str(tmp_path))}/noted; echo one line\n'
+    )
+    stand_in.chmod(0o755)
+    return {**os.environ, "TENSOR_DEDUP_PYTHON": str(stand_in), "OUT": str(tmp_path)}
+
+
+def rehearse(environment: dict[str, str], *options: str) -> str:
+    """What the command logs; it passes unless a step has failed or was not run."""
+    command = [str(TEST_GPU), "--rehearse", *options]
+    done = subprocess.run(command, check=False, text=True, capture_output=True, env=environment)
+    log = (Path(environment["OUT"]) / "test-gpu.log").read_text()
+    assert (done.returncode == 0) == ("not run" not in log), done.stdout
+    return log
+
+
+def test_every_test_of_a_gpu_is_in_a_step_and_each_line_names_its_step(
+    noted: dict[str, str], tmp_path: Path
+) -> None:
+    log = rehearse(noted) + rehearse(noted, "--more")
+    ran = [line.split() for line in (tmp_path / "noted").read_text().splitlines()]
+    assert {word for words in ran for word in words if word.startswith("tests/")} == FILES
+    assert [each[2] for each in ran if each[0].endswith("cuda.py")] == [
+        "attach", "forward", "load", "handles",
+    ]  # fmt: skip
+    assert "vllm processes | one line" in log
+    assert "status 0" in log.split("=== what ran")[1]
+
+
+def test_what_has_no_time_left_is_not_run_and_that_is_said(
+    noted: dict[str, str], tmp_path: Path
+) -> None:
+    log = rehearse(noted, "--seconds", "0")
+    assert not (tmp_path / "noted").exists()
+    assert "not run, no time left: sharing alone" in log
+    assert "not run, no time left: bench handles" in log
+
+
+def test_engines_and_copies_of_the_tests_on_a_gpu_over_the_fake_driver() -> None:
+    """A few of them, to see that they run; `scripts/test-gpu --rehearse` runs them all."""
+    chosen = ["-m", "gpu", "-k", "engines_sleep or fenced or stream or page_locked"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen,
+         *sorted(FILES)],
+        check=False, text=True, capture_output=True, cwd=package_source.ROOT,
+        env={**os.environ, "TENSOR_DEDUP_FAKE_GPU": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "failed" not in done.stdout
+    assert int(done.stdout.rsplit(" passed", 1)[0].split()[-1]) >= 6, done.stdout
