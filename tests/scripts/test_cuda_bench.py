@@ -1,4 +1,4 @@
-"""A benchmark that bears the name of NVIDIA's package hides it from nobody."""
+"""The benchmark of device memory: what it makes of figures, and that its name hides no package."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import host_half
+from bench.stats import verdict
 from project import package_source
 
 BENCH = package_source.ROOT / "scripts" / "bench"
@@ -64,3 +66,33 @@ def test_each_command_takes_its_folder_off_the_path(command: str) -> None:
 
 def test_it_is_the_benchmarks_command() -> None:
     assert "--rehearse" in python(str(BENCH / "cuda.py"), "--help")
+
+
+@pytest.mark.parametrize(("ours", "said"), [(3.0, "met"), (3.5, "met"), (4.0, "missed")])
+def test_a_share_of_reading_and_hashing_is_taken_round_by_round(ours: float, said: str) -> None:
+    rounds = [1.0, 2.0, 4.0, 1.0, 3.0, 1.0, 2.0]  # a machine that is busy now and then
+    seconds = {
+        "read": rounds,
+        "hash": [2 * each for each in rounds],
+        "ours": [ours * each for each in rounds],
+    }
+    found = host_half.share(seconds, "ours")
+    assert found.low == found.high == pytest.approx(3 / ours)
+    assert verdict(found, least=host_half.LEAST) == said
+    assert host_half.share(seconds, "ours", 2).median == pytest.approx(5 / ours)
+
+
+def test_the_hosts_half_hashes_all_bytes_once_and_parts_with_digests_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_half, "SECONDS", 0.0)
+    text = "\n".join(host_half.host(tmp_path, 16))
+    assert f"16 MiB in the page cache, {host_half.ROUNDS[0]} rounds" in text
+    assert "say nothing about a GPU" in text
+    assert all(f"\n| {title} | " in text for title in host_half.TITLES.values())
+    # The first part begins at a leaf of the tensor: of it, only what is in the leaf where it ends.
+    twice = 16 * host_half.MIB - 10 * host_half.MIB
+    (line,) = [each for each in text.splitlines() if each.startswith("* ") and " / hash)" in each]
+    assert line.startswith(f"* {host_half.TITLES['twice']}, of ")
+    assert f"{1 + twice / (16 * host_half.MIB):.2f} / hash" in line
+    assert not list(tmp_path.iterdir())
