@@ -1,18 +1,19 @@
 """Share the parameters that a loader has put directly on a GPU, or that were moved there.
 
-The parameters are copied to the host for hashing. Those without an equal resident (shared tensor)
-are then copied on the GPU into shared memory, one slab (shared piece of GPU memory) at a time. The
-private memory of all shared parameters returns to torch's allocator.
+The parameters are hashed on their way through page-locked buffers. Those without an equal resident
+(shared tensor) are then copied on the GPU into shared memory, one slab (shared piece of GPU memory)
+at a time. The private memory of all shared parameters returns to torch's allocator.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tensor_dedup.digest import submit
 from tensor_dedup.loader.cuda.blocks import BlockLog
+from tensor_dedup.loader.cuda.device_digests import hash_on_gpu
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.manager_residents import (
     DeviceManagerResidents,
@@ -23,12 +24,16 @@ from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class,
 from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner, root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.param_data import number_of, param_data, set_param_data
-from tensor_dedup.loader.residents.resident import ReplicaKey, sharable_anywhere, tensor_bytes
-from tensor_dedup.loader.torch_dtypes import dtype_name
+from tensor_dedup.loader.residents.resident import (
+    ReplicaKey,
+    digest_of,
+    key_anywhere,
+    sharable_anywhere,
+)
 from tensor_dedup.memory_manager.errors import BackendError
-from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from tensor_dedup.loader.cuda.shared import SharedGpu
@@ -104,6 +109,8 @@ class GpuModuleDedup:
     def _share_on(self, gpu: SharedGpu, items: Sequence[NamedParameter]) -> None:
         where, name = self._context.config.memory_manager, type(self._model).__name__
         manager = device_manager_residents(where, name, gpu.gpu)
+        with gpu.gpu.entered():
+            gpu.gpu.driver.synchronize()  # what loaded them may be under way
         for batch in slab_batches(items, lambda item: item[1].nbytes):
             try:
                 self._share(gpu, batch, manager)
@@ -113,11 +120,13 @@ class GpuModuleDedup:
     def _share(
         self, gpu: SharedGpu, batch: Sequence[NamedParameter], manager: DeviceManagerResidents
     ) -> None:
+        tensors = [param_data(parameter) for _, parameter in batch]
         wanted = []
-        for _, parameter in batch:
-            known, leaves = self._replica_key(parameter)
-            write = gpu.copy_of(param_data(parameter), leaves)
-            wanted.append((known, f"content:{known.key}", write))
+        for tensor, (digest, leaves) in zip(tensors, self._hashed(gpu, tensors), strict=True):
+            key = key_anywhere(tensor, digest)
+            # The first replica that no other name of the model has.
+            known = ReplicaKey(key, self._replicas.claim_first(key))
+            wanted.append((known, f"content:{key}", gpu.copy_of(tensor, leaves)))
         views = gpu.views_of(root_module(self._model))
         found = gpu.get_or_build(wanted, manager, self._blocks)
         for (_, parameter), (resident, made) in zip(batch, found, strict=True):
@@ -125,16 +134,18 @@ class GpuModuleDedup:
             shared = resident.leaf_shared_bytes if made else 0
             self.shares[id(parameter)] = GpuShare(made, not made, shared)
 
-    def _replica_key(self, parameter: nn.Parameter) -> tuple[ReplicaKey, list[bytes]]:
-        """Hash the parameter; return the first replica that no other name of the model has.
-
-        And the digests of its leaves, where it has several.
-        """
-        data = param_data(parameter)
-        leaves: list[bytes] = []
+    def _hashed(
+        self, gpu: SharedGpu, tensors: Sequence[torch.Tensor]
+    ) -> list[tuple[str, Sequence[bytes]]]:
+        """Return for each tensor its digest and, where they are of use, its leaf digests."""
         algorithm = self._context.config.hash_algorithm
-        digest = submit(tensor_bytes(data.cpu()), algorithm, leaves=leaves).result()
-        assert not is_forgeable(digest)  # those algorithms verify bytes
-        self._context.bytes_hashed += data.nbytes
-        key = ResidentKey(dtype_name(data.dtype), tuple(data.shape), tuple(data.stride()), digest)
-        return ReplicaKey(key, self._replicas.claim_first(key)), leaves
+        began = time.perf_counter()
+        found: list[tuple[str, Sequence[bytes]]]
+        if algorithm == "blake3":
+            found = [(each.digest, each.leaves) for each in hash_on_gpu(gpu.gpu, tensors)]
+        else:
+            found = [(digest_of(each, algorithm), []) for each in tensors]
+            assert not any(is_forgeable(digest) for digest, _ in found)  # those verify bytes
+        self._context.hash_seconds += time.perf_counter() - began
+        self._context.bytes_hashed += sum(each.nbytes for each in tensors)
+        return found

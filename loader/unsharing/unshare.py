@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.device_digests import hash_on_gpu
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.registry import RECORD, registry
@@ -23,6 +24,9 @@ from tensor_dedup.loader.unsharing.private import (
     needs_private_copy,
     require_private_in_place,
 )
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.cuda.gpu import Gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +63,46 @@ class ResidentCheck:
 def verify() -> ResidentCheck:
     """Hash every resident (shared tensor) of this process again, and compare with its digest.
 
-    Tensors on GPUs and other devices are copied to the host for hashing, one by one. Packed weights
-    and tensors that were cast on a device cannot be checked; the result lists them. Safe from any
-    thread.
+    Tensors on GPUs are hashed on their way through page-locked buffers; those on other devices are
+    copied to the host for hashing, one by one. Packed weights and tensors that were cast on a
+    device cannot be checked; the result lists them. Safe from any thread.
+
+    Raises:
+        BackendError: The driver of a GPU refuses.
     """
     unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
-    for name, tensor in _shared_tensors(unknown):
+    for name, tensor, gpu in _shared_tensors(unknown):
         hashed, nbytes = hashed + 1, nbytes + tensor.nbytes
-        if not _hashes_to(tensor, name):
+        if not _hashes_to(tensor, name, gpu):
             mismatches.append(name)
     return ResidentCheck(hashed, nbytes, tuple(mismatches), tuple(sorted(unknown)))
 
 
-def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every shared tensor with its digest; add what cannot be hashed to `unknown`."""
+def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor, Gpu | None]]:
+    """Yield every shared tensor with its digest, and the GPU whose memory it maps, or None.
+
+    Add what cannot be hashed to `unknown`.
+    """
     for resident in registry.residents():
-        yield resident.key.digest, resident.seen()
+        yield resident.key.digest, resident.seen(), None
     for entry, tensor in COPIES.alive():
         if is_of_bytes(entry.known.key) and not tensor.is_meta:
-            yield entry.known.key.digest, tensor
+            yield entry.known.key.digest, tensor, None
         else:
             unknown.append(f"{entry.device}:{entry.known.key.digest}")
     for gpu in DEVICES.opened():
         for known, lent in gpu.alive():
             if is_of_bytes(known.key):
-                yield known.key.digest, gpu.seen(lent)
+                yield known.key.digest, gpu.seen(lent), gpu.gpu
             else:
                 unknown.append(f"{gpu.device}:{known.key.digest}")
 
 
-def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
+def _hashes_to(tensor: torch.Tensor, name: str, gpu: Gpu | None) -> bool:
     algorithm = name.partition(":")[0] if ":" in name else "blake3"
+    if gpu is not None and algorithm == "blake3" and tensor.nbytes:
+        return hash_on_gpu(gpu, [tensor])[0].digest == name
     return digest_of(tensor, algorithm) == name
 
 

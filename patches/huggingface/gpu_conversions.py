@@ -8,13 +8,13 @@ model share a handle.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from tensor_dedup.loader.cuda.devices import with_room
-from tensor_dedup.loader.cuda.upload import Uploader
+from tensor_dedup.loader.cuda.transfers import file_part, memory_part
 from tensor_dedup.loader.post_load.batch import slab_batches
 from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner
 from tensor_dedup.loader.residents.param_data import param_data
@@ -80,18 +80,16 @@ class GpuConversion:
         `function` is the converting function, which is used for casts.
         """
         brought: dict[int, torch.Tensor] = {}
-        with ExitStack() as stack:
-            uploads = _Uploads(self._gpu, stack)
-            for batch in slab_batches(self._with_replicas(pending), _nbytes):
-                try:
-                    residents = self._residents(batch, function, uploads)
-                    for each, resident in zip(batch, residents, strict=True):
-                        brought[id(each.parameter)] = self._views.tensor(resident)
-                except BackendError as error:
-                    # As torch would have it, if there is room for that.
-                    self.failed = self.failed or str(error)
-                    if not isinstance(error, NoMemoryError):
-                        break  # an old driver; what is smaller may still find room
+        for batch in slab_batches(self._with_replicas(pending), _nbytes):
+            try:
+                residents = self._residents(batch, function)
+                for each, resident in zip(batch, residents, strict=True):
+                    brought[id(each.parameter)] = self._views.tensor(resident)
+            except BackendError as error:
+                # As torch would have it, if there is room for that.
+                self.failed = self.failed or str(error)
+                if not isinstance(error, NoMemoryError):
+                    break  # an old driver; what is smaller may still find room
         return brought
 
     def _with_replicas(self, pending: Iterable[PendingTransfer]) -> Iterator[PendingTransfer]:
@@ -103,47 +101,39 @@ class GpuConversion:
             yield each._replace(target=ReplicaKey(key, replica))
 
     def _residents(
-        self, batch: Sequence[PendingTransfer], function: Function, uploads: _Uploads
+        self, batch: Sequence[PendingTransfer], function: Function
     ) -> list[DeviceResident]:
         wanted = [
-            (each.target, f"content:{each.target.key}", self._writer(each, function, uploads))
+            (each.target, f"content:{each.target.key}", self._writer(each, function))
             for each in batch
         ]
         return [resident for resident, _ in self._gpu.get_or_build(wanted, self._manager)]
 
-    def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:
+    def _writer(self, each: PendingTransfer, function: Function) -> Write:
+        data = param_data(each.parameter).detach()
+        if each.is_cast or data.device.type != "cpu":
+            return partial(self._make, each, function)
         resident = registry.lookup(*each.source)
-        if not each.is_cast and resident is not None and len(resident.extents) == 1:
-            return uploads.writer(resident.slab.fileno, resident.offset, resident.nbytes)
+        # Its slab rather than its mapping, which has no pages yet where nothing has read it.
+        single = resident is not None and len(resident.extents) == 1
+        part = (
+            file_part(resident.slab.fileno, resident.offset, resident.nbytes)
+            if resident is not None and single
+            else memory_part(data)
+        )
 
         def write(address: int) -> None:
-            # Cast as torch casts it, into memory that goes when it was copied.
-            made = param_data(each.parameter)
-            if each.is_cast:
-                made = with_room(self._gpu.device, lambda: function(each.parameter))
-            self._gpu.copy_of(made.detach())(address)
+            # Its digest is known: the memory is sealed.
+            self._gpu.gpu.transfers.upload(address, data.nbytes, [part], hashed=False).wait()
 
         return write
 
-
-class _Uploads:
-    """The page-locked buffers of one conversion, allocated when the first is needed."""
-
-    def __init__(self, gpu: SharedGpu, stack: ExitStack) -> None:
-        self._gpu = gpu
-        self._stack = stack
-        self._uploader: Uploader | None = None
-
-    def writer(self, fd: int, start: int, nbytes: int) -> Write:
-        """Return a function that copies sealed host memory of known digest to an address."""
-
-        def write(address: int) -> None:
-            if self._uploader is None:
-                ordinal = self._gpu.gpu.device.ordinal
-                self._uploader = self._stack.enter_context(Uploader(ordinal, self._gpu.kind))
-            self._uploader.writer(fd, start, nbytes, hashed=False)(address)
-
-        return write
+    def _make(self, each: PendingTransfer, function: Function, address: int) -> None:
+        """Write the tensor as torch converts it, into memory that goes when it was copied."""
+        made = param_data(each.parameter)
+        if each.is_cast:
+            made = with_room(self._gpu.device, lambda: function(each.parameter))
+        self._gpu.copy_of(made.detach())(address)
 
 
 def _nbytes(each: PendingTransfer) -> int:

@@ -19,6 +19,7 @@ from processes import fresh
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.unshare import verify
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -67,6 +68,7 @@ def gpu() -> Gpu:
 def nothing_is_left(fake: FakeDriver) -> None:
     gc.collect()
     assert gpu().reap(wait=True) == 0
+    gpu().transfers.fence()  # what buffers were sent for has an event until then
     assert fake.left() == {}
 
 
@@ -152,6 +154,53 @@ def in_one_process() -> str:
 
 def test_models_of_one_process_share_and_stay_apart_when_one_writes() -> None:
     assert fresh.call_forked(in_one_process) == "done"
+
+
+def large_model(seed: int = 0) -> Any:
+    """One weight in blocks, one in a slab of its own, and small ones."""
+    torch.manual_seed(seed)
+    parts = nn.Linear(4096, 2304, bias=False), nn.Linear(2048, 2176), nn.Linear(64, 64)
+    return nn.Sequential(*parts, nn.LayerNorm(64)).eval()
+
+
+def counted() -> str:
+    fake = install(driver := FakeDriver(late=True))
+    models = large_model(), large_model()
+    size = sum(each.nbytes for each in models[0].parameters())
+    for each in models:
+        sweep(each)
+    for each, copied in zip(models, (size, 0), strict=True):
+        driver.traffic.clear()
+        each.to(PLACE)
+        assert driver.traffic["copy_in"] == copied
+        assert driver.traffic["copy_out"] == 0
+        assert driver.traffic["page_lock"] <= MOST_BUFFERS * BUFFER_BYTES
+    assert one_memory(*models)
+    right = [p.detach().clone() for p in large_model().parameters()]
+    assert all(map(torch.equal, [p.cpu() for p in models[1].parameters()], right))
+
+    # What lies on the GPU already is not copied to host memory to be hashed, but passes through.
+    loaded = [large_model(1).to(PLACE) for _ in range(2)]
+    for each, private in zip(loaded, (size, 0), strict=True):
+        driver.traffic.clear()
+        made = sweep(each)
+        assert made.private_bytes == pytest.approx(private, abs=1024)  # norms are as above
+        assert driver.traffic["copy_out"] == made.bytes_hashed == size
+        assert driver.traffic["copy_in"] == driver.traffic["page_lock"] == 0
+    assert one_memory(*loaded)
+    driver.traffic.clear()
+    found = verify()
+    assert found.ok
+    on_gpu = sum(each.nbytes for _, each in DEVICES.opened()[0].alive())
+    assert driver.traffic["copy_out"] == on_gpu > size
+    del models, loaded, each
+    nothing_is_left(driver)
+    assert fake.left() == {}
+    return "done"
+
+
+def test_each_byte_passes_once_through_page_locked_memory_and_is_hashed_once() -> None:
+    assert fresh.call_forked(counted) == "done"
 
 
 def without_a_driver() -> str:

@@ -38,6 +38,8 @@ _VIEWS: Final = (
 def install(driver: Driver | None = None) -> FakeDriver:
     """Make the device, and let it be a GPU of this driver's (made if none is given)."""
     fake = FakeDriver()
+    inner: Any = getattr(driver, "_inner", driver or fake)
+    inner.beside_torch = True
     setup: Any = backend_registration._setup_privateuseone_for_python_backend
     setup(rename=NAME)
     library: Any = torch.library.Library
