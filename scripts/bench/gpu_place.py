@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,8 +13,10 @@ from typing import Final
 
 import torch
 
+from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
+from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU, CUDA
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -33,6 +36,14 @@ def _fake_driver() -> Driver:
     from gpu_runs.fake_driver import FakeDriver
 
     return FakeDriver()
+
+
+@contextmanager
+def fake_gpu() -> Iterator[None]:
+    """Context manager for a rehearsal: what is loaded to the CPU is in memory of the fake GPU."""
+    gpu = SharedGpu(Gpu(_fake_driver(), "0"), torch.device("cpu"), CPU)
+    with DEVICES.replaced("cpu", lambda _: gpu):
+        yield
 
 
 @dataclass(frozen=True)
@@ -78,28 +89,32 @@ class Bench:
         return time.perf_counter() - began
 
     @contextmanager
-    def serving(self) -> Iterator["Serving"]:
-        """A manager for the length of the context."""
-        base = self.work / "m.sock"
+    def serving(self, *, of_host: bool = False) -> Iterator["Serving"]:
+        """A manager of the GPU's memory and, if asked for, one of host memory beside it."""
         program: tuple[str, ...] = _REAL_MANAGER
         environment = dict(os.environ)
         if self.rehearsal:
             program = (str(_FAKE_MANAGER),)
             environment["PYTHONPATH"] = os.pathsep.join([str(_SUPPORT), *sys.path])
-        process = subprocess.Popen(
-            [sys.executable, *program, "--device", "0", "--socket", str(base)],
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        commands = [[*program, "--device", "0"], *([[*_REAL_MANAGER]] if of_host else [])]
         gpu = Gpu(self.driver(), "0")
-        with ExitStack() as clients:
-            found = Serving(base, gpu, clients)
-            try:
-                _wait_for(found.lender)
-                yield found
-            finally:
-                process.terminate()
-                process.wait()
+        with ExitStack() as stack:
+            # Paths of sockets are short, and that of the models may not be.
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="td-"))
+            base = Path(folder) / "m.sock"
+            for command in commands:
+                process = subprocess.Popen(
+                    [sys.executable, *command, "--socket", str(base)],
+                    stderr=subprocess.DEVNULL,
+                    env=environment,
+                )
+                stack.callback(process.wait)
+                stack.callback(process.terminate)
+            found = Serving(base, gpu, stack.enter_context(ExitStack()))
+            _wait_for(found.lender)
+            if of_host:
+                _wait_for(lambda: connect(base, keep_connected=False).close())
+            yield found
 
 
 @dataclass(frozen=True)
@@ -117,11 +132,11 @@ class Serving:
             device_session(self.clients.enter_context(client), self.gpu, "bench")
         )
 
-    def forget(self) -> None:
-        """Unmap what nobody uses, and have the manager drop it."""
+    def forget(self, name: str = "bench") -> None:
+        """Unmap what nobody uses, and have the manager drop what it has of this checkpoint."""
         self.gpu.reap(wait=True)
         with Admin(device_socket(self.socket, self.gpu.device.uuid)) as admin:
-            admin.evict("bench")
+            admin.evict(name)
 
 
 def _wait_for(make: Callable[[], object]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 from vllm import LLM
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -66,9 +67,9 @@ def let_go(llm: LLM) -> None:
     gc.unfreeze()  # an engine freezes all objects there are, its own model among them
 
 
-def prepare_process(path: Path) -> None:
+def prepare_process(path: Path, **more: Any) -> None:
     """Make what a loader needs around it (process groups, threads): an engine does, then goes."""
-    llm = engine(path, dedup=False)
+    llm = engine(path, dedup=False, **more)
     let_go(llm)
     del llm
     settle()
@@ -90,6 +91,8 @@ def load(path: Path, *, dedup: bool, **more: Any) -> tuple[nn.Module, Load]:
     with set_current_vllm_config(config), _clocked() as clock:
         began = time.perf_counter()
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # a copy that was only begun is no load
         ended = time.perf_counter()
     mine = report().models[-1] if dedup else None
     if mine is not None and any(name == "<model>" for name, _ in mine.skipped):
@@ -98,20 +101,20 @@ def load(path: Path, *, dedup: bool, **more: Any) -> tuple[nn.Module, Load]:
     return model, Load(seconds, seconds - clock.collecting, weights - clock.collecting, mine)
 
 
-def load_and_drop(path: Path, *, dedup: bool) -> Load:
+def load_and_drop(path: Path, *, dedup: bool, **more: Any) -> Load:
     """Load one model and let go of it."""
-    model, found = load(path, dedup=dedup)
+    model, found = load(path, dedup=dedup, **more)
     del model
     settle()
     return found
 
 
-def make_known(path: Path) -> None:
+def make_known(path: Path, **more: Any) -> None:
     """Load a checkpoint until its digests are remembered. UnsupportedError if they never are."""
     # A file is remembered only when it was not written in the two seconds before.
     for _ in range(3):
-        load_and_drop(path, dedup=True)
-        found = load_and_drop(path, dedup=True)
+        load_and_drop(path, dedup=True, **more)
+        found = load_and_drop(path, dedup=True, **more)
         if found.report is not None and found.report.known:
             return
         time.sleep(2)
