@@ -101,6 +101,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give a file to one process, and all files whose tests start engines in it to the same one."""
     from xdist.scheduler import LoadFileScheduling
 
+    if config.getoption("dist") != "loadfile":
+        return None
+
     class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
