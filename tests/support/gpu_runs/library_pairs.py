@@ -160,7 +160,7 @@ def _logits(model: Any) -> bytes:
 
 
 def _make_transformers(size: str, root: Path, place: str) -> tuple[Path, Path]:
-    """A Llama in that size, and one with another third layer."""
+    """A Llama in that size, and one with other matrices in its third layer."""
     if size == "tiny":
         made = tiny_checkpoints.make("llama_tied", root)
         return made.base, made.fine_tune
@@ -168,7 +168,8 @@ def _make_transformers(size: str, root: Path, place: str) -> tuple[Path, Path]:
     model.save_pretrained(root / "base")
     with torch.no_grad():
         for parameter in model.model.layers[2].parameters():
-            parameter.mul_(1.25)
+            if parameter.dim() > 1:  # norms are equal to each other: which of them is which is open
+                parameter.mul_(1.25)
     model.save_pretrained(root / "tuned")
     return root / "base", root / "tuned"
 
