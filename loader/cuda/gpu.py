@@ -88,8 +88,10 @@ class DeviceMapping:
         """Return the objects kept alive until the slabs are unmapped, for example leases."""
         return list(self._owners.values())
 
-    def sleep(self) -> None:
+    def sleep(self, *, waited: bool = False) -> None:
         """Unmap the slabs, but keep their address range reserved. Waits for all kernels.
+
+        With `waited`, the caller has waited for all work of the GPU that uses the range.
 
         Objects that were kept alive for the slabs, for example leases, are released. If a kernel
         accesses the range before `wake`, it fails, and this process can no longer use the GPU. Does
@@ -106,7 +108,8 @@ class DeviceMapping:
         if self.private:
             raise UnsupportedError(f"{self.nbytes} bytes are this model's alone; copy them")
         with self.gpu.entered():
-            self.gpu.driver.synchronize()
+            if not waited:
+                self.gpu.driver.synchronize()
             self._opener.unmap(self.address, self.extents)
             # Before the context is left, which may fail, too.
             self._end.detach()

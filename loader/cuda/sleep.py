@@ -31,6 +31,7 @@ from tensor_dedup.loader.cuda.sleeping_slabs import (
     SleepingMapping,
     SleepingSlab,
     SleepingTensor,
+    batches_of,
 )
 from tensor_dedup.loader.cuda.standby import StandbyMemory
 from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.loader.cuda.gpu import DeviceMapping
+    from tensor_dedup.loader.cuda.openers import MappedExtent
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.memory_manager.client import Client
 
@@ -92,6 +94,7 @@ class SleepingModel:
         self._mappings: list[SleepingMapping] = []
         self._lock = threading.RLock()
         self._watch: threading.Event | None = None  # ends the thread that settles
+        self._waking = threading.Event()  # somebody waits for the lock to wake the model
 
     @property
     def asleep(self) -> int:
@@ -112,11 +115,13 @@ class SleepingModel:
         with self._lock:
             behind = (self._gpu.mapping_behind(tensor) for tensor in tensors)
             awake = dict.fromkeys(each for each in behind if each is not None and not each.asleep)
+            waited = False  # once is enough: the model does not run
             for mapping in awake:
                 try:
                     sleeping = self._stood_by(mapping)
                     try:
-                        mapping.sleep()
+                        mapping.sleep(waited=waited)
+                        waited = True
                     finally:
                         if mapping.asleep:
                             self._mappings.append(sleeping)
@@ -178,17 +183,22 @@ class SleepingModel:
                 used = self._standby.used_awake(waiting)
             except Exception as error:  # noqa: BLE001  # nothing is lost: it is on the GPU
                 return [self._not_copied(slab, error) for slab in waiting]
-        for slab in waiting:
-            with self._lock:  # so that `wake` waits for one slab at most
-                if slab.asleep and slab.held and slab not in used:
-                    try:
-                        self._backup.keep(slab)
-                        self._standby.let_go(slab)
-                    except Exception as error:  # noqa: BLE001  # as above
-                        reasons.append(self._not_copied(slab, error))
+        for batch in batches_of(slab for slab in waiting if slab not in used):
+            if self._waking.is_set():
+                break  # it waits for one batch at most
+            with self._lock:
+                reasons += self._let_go([slab for slab in batch if slab.asleep and slab.held])
         with self._lock:
-            self._backup.free()
+            self._backup.end()
         return reasons
+
+    def _let_go(self, slabs: list[SleepingSlab]) -> list[str]:
+        """Copy slabs to host memory and free them on the GPU; return the reasons of failures."""
+        failed = self._backup.keep(slabs)
+        for slab in slabs:
+            if slab not in failed:
+                self._standby.let_go(slab)
+        return [self._not_copied(slab, error) for slab, error in failed.items()]
 
     def _waiting(self) -> list[SleepingSlab]:
         return [
@@ -261,26 +271,59 @@ class SleepingModel:
             SharedMemoryError: The copies in host memory cannot be mapped.
         """
         done = 0
+        self._waking.set()
         with self._lock:
+            self._waking.clear()
             self._watch_off()
             try:
                 while self._mappings:
-                    sleeping = self._mappings[-1]
-                    try:
-                        self._wake(sleeping)
-                    finally:
-                        if not sleeping.mapping.asleep:
-                            self._mappings.pop()
-                            for slab in sleeping.slabs:
-                                slab.asleep = False
-                            done += sleeping.mapping.nbytes
+                    batch = self._next_to_wake()
+                    found = self._memory_of(batch)
+                    for sleeping in batch:
+                        try:
+                            self._wake(sleeping, found)
+                        finally:
+                            if not sleeping.mapping.asleep:
+                                self._mappings.pop()
+                                for slab in sleeping.slabs:
+                                    slab.asleep = False
+                                done += sleeping.mapping.nbytes
             finally:
                 self._watch_on()  # for what sleeps on
-                self._backup.free()
         return done
 
-    def _wake(self, sleeping: SleepingMapping) -> None:
-        found = {slab: slab.held or self._memory_for(slab) for slab in sleeping.each_slab()}
+    def _next_to_wake(self) -> list[SleepingMapping]:
+        """Return the last mappings: those whose missing slabs are one batch, or a single one.
+
+        No tensor is missing in two of them, or it would be copied twice.
+        """
+        batch: list[SleepingMapping] = []
+        missing: list[SleepingSlab] = []
+        digests: set[str] = set()
+        for sleeping in reversed(self._mappings):
+            new = [slab for slab in sleeping.each_slab() if not slab.held]
+            tensors = {each.digest for slab in new for each in slab.tensors}
+            if batch and (tensors & digests or len([*batches_of([*missing, *new])]) > 1):
+                break
+            batch.append(sleeping)
+            missing += new
+            digests |= tensors
+        return batch
+
+    def _memory_of(
+        self, mappings: Iterable[SleepingMapping]
+    ) -> dict[SleepingSlab, list[DeviceResident]]:
+        """Return the tensors in each slab of the mappings, which are copied if they must be."""
+        slabs = [slab for each in mappings for slab in each.each_slab()]
+        found = {slab: slab.held for slab in slabs if slab.held}
+        for batch in batches_of(slab for slab in slabs if slab not in found):
+            lent = self._standby.find_or_put(batch, self._backup.restore)
+            found |= lent | self._made([slab for slab in batch if slab not in lent])
+        return found
+
+    def _wake(
+        self, sleeping: SleepingMapping, found: dict[SleepingSlab, list[DeviceResident]]
+    ) -> None:
         residents = sleeping.residents(found)
         memory = [found[slab][0].slabs[0] for slab in sleeping.slabs]
         leases = [lease for slab in sleeping.each_slab() for lease in slab.leases]
@@ -297,28 +340,24 @@ class SleepingModel:
                     self._gpu.enter(known, resident)
                     self._standby.publish(resident)
 
-    def _memory_for(self, slab: SleepingSlab) -> list[DeviceResident]:
-        """Return the tensors in a slab laid out as theirs was: somebody else's, or a new one."""
-        restore = partial(self._backup.restore, slab)
-        return self._standby.find_or_put(slab, restore) or self._made(slab)
-
-    def _made(self, slab: SleepingSlab) -> list[DeviceResident]:
-        """Make a slab of this process's own, unless it has that block."""
-        gpu = self._gpu.gpu
-        first, *others = slab.tensors
-        there = self._gpu.block(first.digest)
-        if (
-            there is not None
-            and not others
-            and there.key == first.known.key
-            and there.slabs[0].nbytes == slab.nbytes  # a manager's may be larger
-        ):
-            return [there]
+    def _made(self, slabs: list[SleepingSlab]) -> dict[SleepingSlab, list[DeviceResident]]:
+        """Make slabs of this process's own, unless it has the tensors in a slab laid out so."""
+        gpu, alive = self._gpu.gpu, dict(self._gpu.alive())
+        found: dict[SleepingSlab, list[DeviceResident]] = {}
+        new: list[tuple[SleepingSlab, MappedExtent]] = []
         backend = VmmBackend(gpu.driver, gpu.device.uuid)
-        memory = gpu.with_room(lambda: backend.reserve(slab.nbytes))
-        made = DeviceSlab(gpu, gpu.vmm(), memory, slab.nbytes)
-        self._backup.restore(slab, made.extent, made.opener)
-        return [DeviceResident(each.known.key, [made], each.offset) for each in slab.tensors]
+        for slab in slabs:
+            there = [alive.get(e.known) or self._gpu.block(e.digest) for e in slab.tensors]
+            if slab.is_of(there):
+                found[slab] = [each for each in there if each is not None]
+                continue
+            memory = gpu.with_room(partial(backend.reserve, slab.nbytes))
+            made = DeviceSlab(gpu, gpu.vmm(), memory, slab.nbytes)
+            new.append((slab, made.extent))
+            found[slab] = [DeviceResident(e.known.key, [made], e.offset) for e in slab.tensors]
+        if new:
+            self._backup.restore(new, gpu.vmm())
+        return found
 
 
 def _said(error: Exception) -> str:

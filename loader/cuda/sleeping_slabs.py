@@ -7,12 +7,14 @@ unmapped, and their bytes are kept on the GPU or in host memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.loader.cuda.blocks import TensorInBlocks
 from tensor_dedup.memory_manager.client import Lease
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from tensor_dedup.loader.cuda.gpu import DeviceMapping
     from tensor_dedup.loader.cuda.residents import DeviceResident
     from tensor_dedup.loader.residents.resident import ReplicaKey
@@ -56,6 +58,15 @@ class SleepingSlab:
         on the GPU.
         """
         return [each.lease for each in self.held if isinstance(each.lease, Lease)]
+
+    def is_of(self, residents: Sequence[DeviceResident | None]) -> bool:
+        """Return whether `residents` are the tensors of this slab, in one slab of its layout."""
+        slabs = {each.slabs if each is not None else () for each in residents}
+        if len(slabs) > 1 or [slab.nbytes for slab in next(iter(slabs))] != [self.nbytes]:
+            return False
+        return [(each.key, each.offset) for each in residents if each is not None] == [
+            (each.known.key, each.offset) for each in self.tensors
+        ]
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each distinct tensor, by digest."""
@@ -103,6 +114,25 @@ class SleepingMapping:
         known, leaves = self.tensor
         blocks = [block for slab in self.slabs for block in found[slab]]
         return [(known, TensorInBlocks(known.key, blocks, leaves))]
+
+
+# A copy of one takes about 20 ms each way, which is the longest that one thread waits for another.
+_BATCH_BYTES: Final = 256 << 20
+_BATCH_SLABS: Final = 32  # each is a put, where a manager lends them; a client may have 64
+
+
+def batches_of(slabs: Iterable[SleepingSlab]) -> Iterator[list[SleepingSlab]]:
+    """Yield slabs in batches of at most 256 MiB, or of one larger slab, and at most 32 slabs."""
+    batch: list[SleepingSlab] = []
+    nbytes = 0
+    for slab in slabs:
+        if batch and (nbytes + slab.nbytes > _BATCH_BYTES or len(batch) == _BATCH_SLABS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(slab)
+        nbytes += slab.nbytes
+    if batch:
+        yield batch
 
 
 def key_asleep(digest: str) -> str:

@@ -8,6 +8,7 @@ engines that are awake. Without a manager, the memory belongs to this process.
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -16,7 +17,8 @@ from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_sess
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
 from tensor_dedup.memory_manager.client import Lease, NewLayer, NewTensor
-from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.sleeping_slabs import SleepingSlab
     from tensor_dedup.memory_manager.client import Client, Put, TensorSlot
 
-    # Writes the tensors of a slab to their places in new memory.
-    Restore = Callable[[MappedExtent, Opener], None]
+    # Writes the tensors of slabs to their places in new memory.
+    Restore = Callable[[Sequence[tuple[SleepingSlab, MappedExtent]], Opener], None]
 
 _log = logging.getLogger(__name__)
 
@@ -145,57 +147,121 @@ class StandbyMemory:
             # It only keeps others from sparing themselves a copy.
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
-    def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Return the tensors of `slab`, in a slab of the manager that has the same layout.
+    def find_or_put(
+        self, slabs: Sequence[SleepingSlab], restore: Restore
+    ) -> dict[SleepingSlab, list[DeviceResident]]:
+        """Return the tensors of `slabs`, in slabs of the manager that have the same layout.
 
         If another engine has put such a slab already, it is used. Otherwise a new slab is put into
-        the manager's memory, and `restore` fills it. Other engines can use it when they wake.
-        Returns None in these cases:
+        the manager's memory, and `restore` fills it. Other engines can use it when they wake. A
+        slab is left out of the result in these cases:
 
         - There is no manager, or it fails or has no room.
         - The manager has the tensors in another layout.
         """
+        found: dict[SleepingSlab, list[DeviceResident]] = {}
         if self._memory is None:
-            return None
+            return found
         try:
-            return self._lent(slab) or self._put(slab, restore)
+            new = self._find(slabs, found)
+            contested = self._put(new, restore, found)
+            for slab in contested:  # now that this client holds no reservation, it may wait
+                self._put_alone(slab, restore, found)
         except MemoryManagerError as error:
             _log.debug("%s: waking without the manager: %s", self._checkpoint, str(error))
-            return None
+        return found
 
-    def _lent(self, slab: SleepingSlab) -> list[DeviceResident] | None:
-        """Lease the tensors where they all lie in one slab as they did in this one, or None."""
+    def _find(
+        self, slabs: Sequence[SleepingSlab], found: dict[SleepingSlab, list[DeviceResident]]
+    ) -> list[SleepingSlab]:
+        """Add to `found` what all lies in one slab as it did in this one.
+
+        Returns the slabs that can be put, because the manager has none of their tensors.
+        """
         assert self._device is not None
-        leases = self._device.lease([each.digest for each in slab.tensors], self._checkpoint)
-        return self._as_laid_out(slab, leases)
+        wanted = [each.digest for slab in slabs for each in slab.tensors]
+        leases = iter(self._device.lease(wanted, self._checkpoint))
+        new = []
+        for slab in slabs:
+            its = [*islice(leases, len(slab.tensors))]
+            residents = self._as_laid_out(slab, its)
+            if residents is not None:
+                found[slab] = residents
+            elif not any(its) and len(slab.sizes()) == len(slab.places()) <= MAX_KEYS:
+                new.append(slab)
+        return new
 
-    def _put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Put the slab into the manager's memory for all who wake, or return None."""
+    def _put(
+        self,
+        slabs: Sequence[SleepingSlab],
+        restore: Restore,
+        found: dict[SleepingSlab, list[DeviceResident]],
+    ) -> list[SleepingSlab]:
+        """Put slabs into the manager's memory for all who wake, and add them to `found`.
+
+        Returns the slabs that others are putting.
+        """
+        assert self._memory is not None
+        contested = []
+        with ExitStack() as open_puts:
+            puts: list[tuple[SleepingSlab, Put]] = []
+            for slab in slabs:
+                put = self._reserved(slab)
+                if put is None:
+                    contested.append(slab)
+                elif _allocated(open_puts.enter_context(put), slab):
+                    puts.append((slab, put))
+            if puts:
+                restore([(slab, _extent_of(put)) for slab, put in puts], self._memory.opener)
+            for slab, put in puts:
+                self._sealed(slab, put, found)
+        return contested
+
+    def _reserved(self, slab: SleepingSlab) -> Put | None:
+        assert self._device is not None
+        reservation = self._device.reserve(_keys(slab), self._checkpoint)
+        if reservation.put is not None and reservation.of("granted") != _keys(slab):
+            reservation.put.abandon()
+            return None
+        return reservation.put
+
+    def _sealed(
+        self, slab: SleepingSlab, put: Put, found: dict[SleepingSlab, list[DeviceResident]]
+    ) -> None:
+        leases = {lease.digest: lease for lease in put.seal()}
+        for digest in leases:
+            put.publish(key_asleep(digest), b"", [digest])
+        residents = self._as_laid_out(slab, [leases.get(each.digest) for each in slab.tensors])
+        if residents is not None:
+            found[slab] = residents
+
+    def _put_alone(
+        self,
+        slab: SleepingSlab,
+        restore: Restore,
+        found: dict[SleepingSlab, list[DeviceResident]],
+    ) -> None:
+        """Wait for others that put a slab, or put it after all; add it to `found`."""
         assert self._device is not None
         assert self._memory is not None
-        memory, places = self._memory, slab.places()
-        layers = {key_asleep(name): NewLayer(b"", (NewTensor(n, name),)) for _, name, n in places}
-        resident = self._device.lease([name for _, name, _ in places])
-        if len(layers) < len(places) or any(resident):
-            return None
+        memory = self._memory
 
         def fill(put: Put, slots: Sequence[TensorSlot]) -> Sequence[str]:
-            fd, nbytes, offsets = put.place
-            wanted = [offset for offset, _, _ in places]
-            if nbytes != slab.nbytes or list(offsets) != wanted or len(slots) != len(places):
+            if not _is_laid_out(put, slab):
                 raise BackendError("a manager lays them out otherwise")
-            restore(MappedExtent(fd, nbytes, 0), memory.opener)
-            put.progress()
+            restore([(slab, _extent_of(put))], memory.opener)
             return ()
 
-        result = self._device.put(layers, self._checkpoint, fill=fill)
-        leases = [
-            result.layers[key_asleep(each.digest)].leases[0]
-            if key_asleep(each.digest) in result.layers
-            else None
-            for each in slab.tensors
-        ]
-        return self._as_laid_out(slab, leases)
+        layers = {
+            key_asleep(name): NewLayer(b"", (NewTensor(nbytes, name),))
+            for _, name, nbytes in slab.places()
+        }
+        made = self._device.put(layers, self._checkpoint, fill=fill).layers
+        keys = [key_asleep(each.digest) for each in slab.tensors]
+        leases = [made[key].leases[0] if key in made else None for key in keys]
+        residents = self._as_laid_out(slab, leases)
+        if residents is not None:
+            found[slab] = residents
 
     def publish(self, resident: DeviceResident) -> None:
         """Publish the list of blocks of `resident`, so that other engines find it again.
@@ -209,3 +275,27 @@ class StandbyMemory:
             self._session.publish_parts("", resident)
         except MemoryManagerError as error:
             _log.debug("%s: not found as a whole: %s", self._checkpoint, str(error))
+
+
+def _keys(slab: SleepingSlab) -> list[str]:
+    return [key_asleep(name) for _, name, _ in slab.places()]
+
+
+def _allocated(put: Put, slab: SleepingSlab) -> bool:
+    """Allocate a put's memory; return whether there is room, and it has the layout of `slab`."""
+    names, sizes = zip(*((name, nbytes) for _, name, nbytes in slab.places()), strict=True)
+    try:
+        put.allocate(sizes, names)
+    except RefusedError:
+        return False
+    return _is_laid_out(put, slab)
+
+
+def _is_laid_out(put: Put, slab: SleepingSlab) -> bool:
+    _, nbytes, offsets = put.place
+    return nbytes == slab.nbytes and [*offsets] == [offset for offset, _, _ in slab.places()]
+
+
+def _extent_of(put: Put) -> MappedExtent:
+    fd, nbytes, _ = put.place
+    return MappedExtent(fd, nbytes, 0)

@@ -16,6 +16,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import deque
+from concurrent.futures import wait as wait_for_tasks
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -363,6 +364,25 @@ class DeviceTransfer:
         except BaseException:
             self.failed = True
             raise
+
+
+@contextmanager
+def awaited(progress: Callable[[], None] | None = None) -> Iterator[list[DeviceTransfer]]:
+    """Context manager that yields a list, and waits for the transfers that were added to it.
+
+    The first error of a transfer is raised. After an error, also of the block or of `progress`, the
+    other transfers end early. In any case no thread works on them any more when this returns.
+    """
+    begun: list[DeviceTransfer] = []
+    try:
+        yield begun
+        for each in begun:
+            each.wait(progress)
+    except BaseException:
+        for each in begun:
+            each.failed = True
+        wait_for_tasks([task for each in begun for task in each.tasks])
+        raise
 
 
 @dataclass(slots=True)

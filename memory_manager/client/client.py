@@ -245,6 +245,19 @@ class Client:
         """Start a thread that reconnects when the manager dies. `close` ends the thread."""
         watch_manager(self, self._closed)
 
+    def beside(self) -> "Client":
+        """Return another connection to the same manager, which does not reconnect by itself.
+
+        A connection has one request at a time, and a request that allocates or hashes memory takes
+        long. Threads that each have a connection are served side by side. Close the leases of the
+        new client before you close it.
+
+        Raises:
+            ManagerGoneError: The manager does not answer.
+            RefusedError: The manager refuses another connection.
+        """
+        return Client(Connection(self._connection.path, printed(self._name)), self._name)
+
     def close(self) -> None:
         """Close the connection, which ends all leases.
 

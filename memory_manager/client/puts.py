@@ -140,7 +140,7 @@ class Put:
     `build` does everything. Its steps can also be called one by one: `allocate`, `write` and
     `seal`, then `publish` for each layer. If the manager has all tensors already, only `publish` is
     needed. As a context manager, the put gives up unpublished layers at the end of the block. Only
-    one thread at a time may use it.
+    one thread at a time may use it, but `write` may run in several threads at once.
 
     `allocate`, `seal`, `publish` and `build` raise RefusedError with the code "stale_put" if this
     put was silent for too long and another client has taken it over. The caller then builds in
@@ -261,8 +261,8 @@ class Put:
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
         """Copy contiguous bytes into tensor number `index`, from byte `at` of the tensor.
 
-        This is the fastest way to fill a slab in host memory, because no pages are zeroed and there
-        are no page faults.
+        Safe from any thread until `seal` or `abandon` is called. This is the fastest way to fill a
+        slab in host memory, because no pages are zeroed and there are no page faults.
 
         Raises:
             LeaseClosedError: There is no slab that can be written, or the bytes do not fit the

@@ -90,6 +90,8 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bare]:
     monkeypatch.setattr(gpu_worker.Worker, "synchronize_device", lambda *_: None)
     sleep.install()
     tmp_path.chmod(0o700)
+    gc.collect()  # memory that earlier tests have left
+    assert gpus.in_use() == 0
     with gpus.running(tmp_path):
         engine = SleepyEngine(tmp_path, tier=False).load(*SHARED)
         made = Bare(engine, tmp_path)

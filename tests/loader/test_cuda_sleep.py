@@ -1,23 +1,31 @@
 """Models sleep and wake over the fake driver: the right bytes at the same addresses, or none."""
 
 import errno
+import gc
+import logging
 import os
 import signal
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from blake3 import blake3
 
+from files.counted_hashes import Counted
 from gpu_runs import gpus
 from gpu_runs.fake_driver import GRANULARITY, FakeDriver
 from gpu_runs.gpu_loads import key_of, weights
 from manager_runs import managers
 from manager_runs.sleepers import SleepyEngine
+from tensor_dedup import digest
+from tensor_dedup.loader.cuda import host_backup, sleeping_slabs, transfers
+from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
 from tensor_dedup.memory_manager.client.puts import Put
 from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
-from tensor_dedup.memory_manager.server.main import MIN_BUDGET
 
 BIG, SMALL, OTHER = weights(1, 200_000), weights(2, 100), weights(3, 70_000)
 BASE = [[BIG], [SMALL, OTHER]]
@@ -48,8 +56,8 @@ def engine(
 ) -> Iterator[Callable[..., SleepyEngine]]:
     made: list[SleepyEngine] = []
 
-    def make(*groups: list[torch.Tensor], managed: bool = True) -> SleepyEngine:
-        made.append(SleepyEngine(folder, managed=managed).load(*groups))
+    def make(*groups: list[torch.Tensor], managed: bool = True, late: bool = True) -> SleepyEngine:
+        made.append(SleepyEngine(folder, managed=managed, late=late).load(*groups))
         return made[-1]
 
     yield make
@@ -212,58 +220,171 @@ def test_a_model_that_uses_a_part_of_a_slab_wakes_with_that_part(
         assert each.is_right()
 
 
+# What it costs.
+
+MANY = [[weights(1000 * number, 500_000)] for number in range(7)]
+ALL = sum(each.nbytes for group in [*MANY, *BASE] for each in group)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Batches of three slabs of `MANY`, each put in up to three parts; the number of batches."""
+    monkeypatch.setattr(sleeping_slabs, "_BATCH_BYTES", 3_200_000)
+    monkeypatch.setattr(host_backup, "_PUT_BYTES", 1_000_000)
+    return 3
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_each_byte_is_copied_once_each_way_and_hashed_by_the_manager_alone(
+    engine: Callable[..., SleepyEngine],
+    host: managers.Manager,
+    small_batches: int,
+    managed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = engine(*MANY, *BASE, managed=managed)
+    hashed = Counted(blake3)
+    for module in (digest, transfers):
+        monkeypatch.setattr(module, "blake3", hashed)
+    before, one.fake.traffic = one.fake.traffic, Counter()
+    one.driver.again()
+    assert one.sleep().copied == ALL == kept(host)
+    assert (one.fake.traffic["copy_out"], one.fake.traffic["copy_in"]) == (ALL, 0)
+    assert one.fake.traffic["synchronize"] == 1
+    assert fences(one) <= small_batches
+    # A batch was put over several connections, and one has all leases.
+    assert len(host.lines("connected")) > 1
+    there = host.overview()
+    assert [client.leases for client in there.clients] == [len(one.tensors)]
+    assert there.totals.lingering_bytes == 0
+    one.driver.again()
+    one.fake.traffic.clear()
+    assert one.model.wake() > ALL
+    assert one.is_right()
+    assert (one.fake.traffic["copy_out"], one.fake.traffic["copy_in"]) == (0, ALL)
+    assert one.fake.traffic["synchronize"] == 0
+    assert fences(one) <= small_batches
+    assert hashed.taken() == 0
+    locked = before["page_lock"] + one.fake.traffic["page_lock"]
+    assert locked <= transfers.RING.nbytes <= transfers.MOST_BUFFERS * transfers.BUFFER_BYTES
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_slab_that_is_mapped_twice_comes_back_once(
+    engine: Callable[..., SleepyEngine], managed: bool
+) -> None:
+    one = engine(*BASE, managed=managed)
+    other = one.views.__class__(one.gpu.kind)
+    one.tensors += [other.tensor(each) for each in one._residents([BIG])]
+    one.wanted.append(BIG)
+    assert len({*map(id, map(one.gpu.mapping_behind, one.tensors))}) == 3
+    assert one.sleep().reasons == []
+    assert gpus.in_use() == 0
+    one.fake.traffic.clear()
+    one.model.wake()
+    assert one.is_right()
+    assert one.fake.traffic["copy_in"] == NBYTES
+
+
+def test_one_that_wakes_waits_for_one_batch_at_most(
+    engine: Callable[..., SleepyEngine], small_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, write = engine(*MANY), Put.write
+    begun, go = threading.Event(), threading.Event()
+
+    def held_up(*arguments: Any) -> None:
+        begun.set()
+        go.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(Put, "write", held_up)
+    threads = [threading.Thread(target=each) for each in (one.sleep, one.model.wake)]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    managers.until(one.model._waking.is_set)
+    go.set()
+    for each in threads:
+        each.join()
+    assert one.is_right()
+    assert one.fake.traffic["copy_out"] == 3 * MANY[0][0].nbytes < ALL / 2
+
+
+def fences(one: SleepyEngine) -> int:
+    """How often the driver was waited for, but for a copy from or to a buffer."""
+    begun = {"begin_copy_in", "begin_copy_out"}
+    return one.driver.calls.count("record") - sum(call in begun for call in one.driver.calls)
+
+
 # What fails.
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("cleaning", [False, True])
 def test_whatever_call_of_falling_asleep_fails_the_model_wakes_with_what_it_had(
-    engine: Callable[..., SleepyEngine], cleaning: bool, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., SleepyEngine],
+    cleaning: bool,
+    late: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = engine(*BASE)
+    one = engine(*BASE, late=late)
     addresses = one.addresses()
-    number, refused = 0, 0
+    assert one.host is not None
+    caplog.set_level(logging.CRITICAL, "tensor_dedup")
+    number, said, copied = 0, 0, 0
     while True:
         number += 1
         one.driver.cleaning = cleaning
         one.driver.again(number)
         report = one.sleep()
         done = len(one.driver.calls) < number
-        call = one.driver.calls[min(number, len(one.driver.calls)) - 1]
+        calls = set(one.driver.calls)
         one.driver.cleaning = False
         one.driver.again()
         if done:
             assert report.reasons == []
             break
-        refused += bool(report.reasons)
-        if call in ("release", "leave", "unmap", "free"):
-            settle_leftovers(one, call)
+        said += bool(report.reasons)
+        copied += report.copied > 0
+        # No mapping is left, as one would be under a copy that goes on.
+        assert cleaning or {*one.fake._space.reserved} == {m.address for m in one.gpu.gpu._alive}
+        settle_leftovers(one)
         one.model.wake()
-        assert one.is_right(), f"call {number}: {call}"
+        assert one.is_right(), number
         assert one.addresses() == addresses
-    assert refused > 5
+        gc.collect(1)  # errors have frames, and those have leases
+        one.host.evict("base")  # so that it is copied again
+    assert {"begin_copy_out", "synchronize", "record", "wait"} <= calls
+    assert said > 3  # a slab that cannot be unmapped
+    assert copied > 20  # a batch that failed is tried again, slab by slab
     one.model.wake()
     assert one.is_right()
-    caplog.clear()  # what was logged holds errors, and those the frames that they went through
 
 
-def settle_leftovers(one: SleepyEngine, call: str) -> None:
+def settle_leftovers(one: SleepyEngine) -> None:
     """Give back what a call that cleans up, and failed, has left."""
-    if call == "leave":
+    while one.fake._stack():
         one.fake.leave()
+    one.gpu.gpu.transfers.fence()  # no event of the ring's is left
+    for event in list(one.fake._events):
+        one.fake.forget(event)
     for handle in list(one.fake._handles):
         one.fake.release(handle)
     mine = {m.address: m for m in list(one.gpu.gpu._alive)}
     for start, nbytes in list(one.fake._space.reserved.items()):
         if start not in mine:
-            if one.fake._space.overlaps(start, nbytes):
-                one.fake.unmap(start, nbytes)
+            for at, each in list(one.fake._space.mapped.items()):
+                if start <= at < start + nbytes:
+                    one.fake.unmap(at, each.nbytes)
             one.fake.free(start, nbytes)
 
 
+@pytest.mark.parametrize("managed", [False, True])
+@pytest.mark.parametrize("late", [False, True])
 def test_whatever_call_of_waking_fails_it_sleeps_on_and_wakes_later(
-    engine: Callable[..., SleepyEngine],
+    engine: Callable[..., SleepyEngine], late: bool, managed: bool
 ) -> None:
-    one = engine(*BASE)
+    one = engine(*BASE, managed=managed, late=late)
     addresses = one.addresses()
     number, refused = 0, 0
     while True:
@@ -276,13 +397,35 @@ def test_whatever_call_of_waking_fails_it_sleeps_on_and_wakes_later(
             refused += 1
             assert one.model.asleep
         done = len(one.driver.calls) < number
+        calls = set(one.driver.calls)
         one.driver.again()
+        settle_leftovers(one)
         one.model.wake()
         assert one.is_right(), number
         assert one.addresses() == addresses
         if done:
             break
+    assert {"begin_copy_in", "record", "wait", "map"} <= calls
     assert refused > 5
+
+
+def test_one_that_another_is_just_putting_is_waited_for(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    """Waiting for it, an engine that wakes holds no reservation that others wait for."""
+    one = engine(*BASE)
+    one.sleep()
+    assert one.device is not None
+    with one.device.beside() as other:
+        put = other.reserve([key_asleep(key_of(each).digest) for each in (SMALL, OTHER)]).put
+        assert put is not None
+        waking = threading.Thread(target=one.model.wake)
+        waking.start()
+        managers.until(lambda: on_gpu(device) == BIG.nbytes)  # the rest of the batch
+        put.abandon()
+        waking.join()
+    assert one.is_right()
+    assert on_gpu(device) == NBYTES  # lent, and not this process's own
 
 
 def test_a_gpu_that_is_full_when_it_wakes_is_said_and_it_wakes_when_there_is_room(
@@ -308,7 +451,7 @@ def test_bytes_that_are_not_those_of_the_digest_never_reach_host_memory(
     engine: Callable[..., SleepyEngine], host: managers.Manager, device: gpus.GpuManager
 ) -> None:
     """What a faulty write has changed under the mapping wakes as it fell asleep."""
-    one = engine([BIG])
+    one = engine(*BASE)
     mapping = one.gpu.mapping_behind(one.tensors[0])
     assert mapping is not None
     fd = one.fake._space.mapped[mapping.address].fd
@@ -318,25 +461,32 @@ def test_bytes_that_are_not_those_of_the_digest_never_reach_host_memory(
     [reason] = report.reasons
     assert "refused" in reason
     assert one.model._watch is None  # the next try would meet the same
-    assert (report.copied, kept(host)) == (0, 0)
+    # The others of its batch sleep.
+    assert report.copied == kept(host) == SMALL.nbytes + OTHER.nbytes
+    assert on_gpu(device) == BIG.nbytes
     one.model.wake()
     assert one.tensors[0].view(torch.uint8)[:8].tolist() == [255] * 8
-    assert on_gpu(device) == BIG.nbytes
-    one.wanted = [one.tensors[0].clone()]
+    assert on_gpu(device) == NBYTES
+    one.wanted[0] = one.tensors[0].clone()
 
 
-def test_without_room_in_host_memory_it_sleeps_on_the_gpu(
-    folder: Path, device: gpus.GpuManager
+@pytest.mark.parametrize("room", [GRANULARITY, 2_500_000])
+def test_what_has_no_room_in_host_memory_sleeps_on_the_gpu_and_is_not_copied(
+    folder: Path, device: gpus.GpuManager, small_batches: int, room: int
 ) -> None:
-    with managers.running(folder, "--budget", str(MIN_BUDGET)) as small, small.client() as greedy:
-        leases = managers.build(greedy, "all", bytes(MIN_BUDGET - GRANULARITY))
-        one = SleepyEngine(folder).load(*BASE)
+    budget, each = 16 << 20, MANY[0][0].nbytes
+    with managers.running(folder, "--budget", str(budget)) as small, small.client() as greedy:
+        leases = managers.build(greedy, "all", bytes(budget - room))
+        one = SleepyEngine(folder, late=True).load(*MANY)
         report = one.sleep()
-        assert len(report.reasons) == 2
-        assert all("no room" in each for each in report.reasons)
+        fits = room // each
+        assert report.copied == fits * each
+        assert len(report.reasons) == len(MANY) - fits > 0
+        assert all("no room" in reason for reason in report.reasons)
+        assert one.fake.traffic["copy_out"] == report.copied
         assert one.model._watch is None
         assert one.is_unmapped()
-        assert on_gpu(device) == NBYTES
+        assert on_gpu(device) == ALL - NBYTES - report.copied
         one.model.wake()
         assert one.is_right()
         one.close()

@@ -3,8 +3,6 @@
 BLAKE3 names what is stored; XXH3, the change hash, tells whether bytes have changed.
 """
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import torch
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
+from files.counted_hashes import Counted
 from store_runs.stores import shares
 from tensor_dedup import digest
 from tensor_dedup.store import hashing
@@ -23,23 +22,6 @@ LEAF = digest.LEAF_BYTES
 LARGE = 3 * LEAF + 1000
 # Beside tensors: manifests, tables, notes, and digests of leaves.
 LITTLE = 64 << 10
-
-
-class Counted:
-    """A function that hashes, and how many bytes it was given since the last look."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self._nbytes, self._lock = function, 0, threading.Lock()
-
-    def __call__(self, data: Any = b"", *more: Any, **named: Any) -> Any:
-        with self._lock:
-            self._nbytes += memoryview(data).nbytes
-        return self._function(data, *more, **named)
-
-    def taken(self) -> int:
-        """The bytes since the last call."""
-        found, self._nbytes = self._nbytes, 0
-        return found
 
 
 @pytest.fixture

@@ -23,8 +23,10 @@ from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 class SleepyEngine:
     """A process's engine: its GPU, its connections, and a model whose tensors it shares."""
 
-    def __init__(self, folder: Path, *, managed: bool = True, tier: bool = True) -> None:
-        self.fake = FakeDriver()
+    def __init__(
+        self, folder: Path, *, managed: bool = True, tier: bool = True, late: bool = False
+    ) -> None:
+        self.fake = FakeDriver(late=late)
         self.driver = RefusingDriver(self.fake)
         self.gpu = SharedGpu(
             Gpu(cast("Driver", self.driver), fake_uuid(0)), torch.device("cpu"), CPU
