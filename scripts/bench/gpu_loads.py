@@ -64,6 +64,7 @@ def first(base: Path, nbytes: int, pairs: int, serving: Serving | None = None) -
             serving.forget(checkpoint_name(str(base)))
         return found
 
+    read_pages(base / WEIGHTS)
     sides = in_pairs(pairs, what, lambda: _load(base, dedup=False), ours)
     yield _weights(what, sides, FIRST_MOST if serving is None else MANAGED_MOST)
     yield ratio_row(f"{what}: as a whole", [[each.seconds for each in side] for side in sides])
@@ -72,8 +73,6 @@ def first(base: Path, nbytes: int, pairs: int, serving: Serving | None = None) -
 
 
 def _load(path: Path, *, dedup: bool, **more: Any) -> Load:
-    clear()
-    read_pages(path / WEIGHTS)
     found = load_and_drop(path, dedup=dedup, **engine_options(), **more)
     clear()
     return found
@@ -84,6 +83,7 @@ def again(base: Path, nbytes: int, pairs: int) -> Iterator[Row]:
     make_known(base, **engine_options())
     resident, _ = load(base, dedup=True, **engine_options())
     what = "the same model again"
+    read_pages(base / WEIGHTS)
     sides = in_pairs(pairs, what, *_both(base))
     yield _weights(what, sides, again_most(nbytes))
     yield ratio_row(f"{what}: as a whole", [[each.seconds for each in side] for side in sides])
@@ -98,6 +98,7 @@ def known(base: Path, tuned: Path, nbytes: int, changed: int, pairs: int) -> Ite
     make_known(tuned, **engine_options())
     resident, _ = load(base, dedup=True, **engine_options())
     what = "a known fine-tune"
+    read_pages(tuned / WEIGHTS)
     sides = in_pairs(pairs, what, *_both(tuned))
     yield _weights(what, sides, again_most(nbytes))
     yield ratio_row(f"{what}: as a whole", [[each.seconds for each in side] for side in sides])

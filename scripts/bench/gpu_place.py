@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
@@ -133,10 +134,22 @@ class Serving:
         )
 
     def forget(self, name: str = "bench") -> None:
-        """Unmap what nobody uses, and have the manager drop what it has of this checkpoint."""
-        self.gpu.reap(wait=True)
+        """Unmap what nobody uses, and have the manager drop what it has of this checkpoint.
+
+        Raises:
+            UnsupportedError: Something of the manager's is still in use after a while.
+        """
+        deadline = time.monotonic() + 10
         with Admin(device_socket(self.socket, self.gpu.device.uuid)) as admin:
-            admin.evict(name)
+            while True:
+                self.gpu.reap(wait=True)
+                admin.evict(name)
+                left = admin.totals()
+                if not left.resident_bytes:
+                    return
+                if time.monotonic() > deadline:
+                    raise UnsupportedError(f"{left.resident_bytes} bytes of {name} stay resident")
+                time.sleep(0.01)  # a client says in the background what it no longer uses
 
 
 def _wait_for(make: Callable[[], object]) -> None:

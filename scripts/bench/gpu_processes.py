@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,9 +33,13 @@ class Engines:
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         self._pool = pool
 
+    def begin(self, work: Callable[..., _T], *arguments: Any, **options: Any) -> "Future[_T]":
+        """Begin to run one of the functions below there, after those begun before."""
+        return self._pool.submit(work, *arguments, **options)
+
     def do(self, work: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
         """Run one of the functions below there."""
-        return self._pool.submit(work, *arguments, **options).result()
+        return self.begin(work, *arguments, **options).result()
 
 
 @contextmanager
@@ -59,6 +63,13 @@ def _begin(rehearsal: bool) -> None:
 
 def _end() -> None:
     os._exit(0)  # engines that are taken apart in some order say things of no interest
+
+
+def prepare() -> None:
+    """Import what an engine needs: in two processes at once, and no memory of a model."""
+    from bench import gpu_loads
+
+    gpu_loads.engine_options()
 
 
 def start(name: str, path: Path, *, dedup: bool | dict[str, Any], **options: Any) -> float:
@@ -99,8 +110,9 @@ def sleep(base: Path, nbytes: int, rounds: int, socket: Path, *, rehearsal: bool
     """An engine that is the last one awake, against one of plain vLLM, in turns."""
     options: dict[str, Any] = {} if rehearsal else {"enable_sleep_mode": True}
     with process(rehearsal=rehearsal) as plain, process(rehearsal=rehearsal) as ours:
+        mine = ours.begin(start, "m", base, dedup={"memory_manager": str(socket)}, **options)
         plain.do(start, "m", base, dedup=False, **options)
-        ours.do(start, "m", base, dedup={"memory_manager": str(socket)}, **options)
+        mine.result()
 
         def one(engines: Engines) -> tuple[float, float]:
             return engines.do(asleep, "m"), engines.do(awake, "m")
@@ -131,7 +143,10 @@ def per_gb(what: str, seconds: list[list[float]], nbytes: int, most: float) -> R
 
 def memory(base: Path, *, rehearsal: bool) -> Iterator[Row]:
     """The same model in two engines of one process: memory of the GPU, as the article counts it."""
-    found = [_taken(base, dedup=dedup, rehearsal=rehearsal) for dedup in (False, True)]
+    with process(rehearsal=rehearsal) as one, process(rehearsal=rehearsal) as other:
+        for each in [one.begin(prepare), other.begin(prepare)]:
+            each.result()
+        found = [_taken(one, base, dedup=False), _taken(other, base, dedup=True)]
     for number, what in enumerate(("the first engine", "both engines")):
         sides = [each[number] for each in found]
         plain, ours = (f"{each / MIB:,.0f} MiB" for each in sides)
@@ -139,11 +154,10 @@ def memory(base: Path, *, rehearsal: bool) -> Iterator[Row]:
         yield Row(f"memory of {what}", plain, ours, less, "", "", [[each] for each in sides])
 
 
-def _taken(base: Path, *, dedup: bool, rehearsal: bool) -> list[float]:
-    with process(rehearsal=rehearsal) as engines:
-        before = engines.do(used)
-        found = list[float]()
-        for name in ("one", "other"):
-            engines.do(start, name, base, dedup=dedup)
-            found.append(engines.do(used) - before)
-        return found
+def _taken(engines: Engines, base: Path, *, dedup: bool) -> list[float]:
+    before = engines.do(used)
+    found = list[float]()
+    for name in ("one", "other"):
+        engines.do(start, name, base, dedup=dedup)
+        found.append(engines.do(used) - before)
+    return found

@@ -19,6 +19,7 @@ from vllm import LLM
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import base_loader, get_model_loader
+from vllm.model_executor.model_loader.utils import initialize_model
 
 from bench.process_memory import settle, trim
 from tensor_dedup import UnsupportedError, report
@@ -132,11 +133,11 @@ class _Clock:
 def _clocked() -> Iterator[_Clock]:
     """Note when the module tree was built, and the time explicit collections took since."""
     clock = _Clock()
-    build, collect = base_loader.initialize_model, gc.collect
+    build, collect = initialize_model, gc.collect
 
     @functools.wraps(build)
     def built(*args: Any, **kwargs: Any) -> nn.Module:
-        model = build(*args, **kwargs)
+        model: nn.Module = build(*args, **kwargs)
         clock.created, clock.collecting = time.perf_counter(), 0.0
         return model
 

@@ -46,10 +46,11 @@ def test_sleep_is_held_to_seconds_a_gigabyte(seconds: float, said: str) -> None:
 class Measured(gpu_engines.Run):
     """A run whose figures are there already."""
 
-    def loads(self, names: list[str]) -> Iterator[Row]:
-        for name in names:
-            yield Row(f"{name}: seconds", "2 s", "1 s", "0.5 x", "≤ 1 x", "met", ([2.0], [1.0]))
-            yield Row(f"{name}: bytes", "", "0 MiB", "", "≤ 0 MiB", "met", ((), [0.0]))
+    def part(self, name: str) -> Iterator[Row]:
+        yield Row(f"{name}: seconds", "2 s", "1 s", "0.5 x", "≤ 1 x", "met", ([2.0], [1.0]))
+        if name == "sleep":
+            raise OSError(28, "No space | left on device")
+        yield Row(f"{name}: bytes", "", "0 MiB", "", "≤ 0 MiB", "met", ((), [0.0]))
 
 
 @pytest.mark.parametrize(
@@ -62,6 +63,15 @@ def test_a_rehearsal_shows_what_is_counted_and_no_time(
     found = list(gpu_engines.rows(run, ("again",)))
     assert [row.name for row in found] == ["again: seconds", "again: bytes"]
     assert [row.verdict for row in found] == said
+
+
+def test_a_part_that_fails_says_so_and_the_next_is_measured(tmp_path: Path) -> None:
+    run = Measured(Bench(tmp_path, rehearsal=False, gib=1.0), gpu_models.TINY, 3)
+    found = list(gpu_engines.rows(run, ("sleep", "memory")))
+    names = ["sleep: seconds", "sleep", "memory: seconds", "memory: bytes"]
+    assert [row.name for row in found] == names
+    assert found[1].verdict == "failed"
+    assert "OSError: [Errno 28] No space / left on device" in found[1].text()
 
 
 @pytest.mark.long
