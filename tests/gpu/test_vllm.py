@@ -116,17 +116,18 @@ def answering_as_plain_ones(base: Path, tuned: Path, **options: Any) -> list[nn.
         # Every engine wants so much to be free when it starts, whatever it takes.
         "gpu_memory_utilization": 0.3,
     }
-    right = []
+    right, answers = [], []
     for path in (base, tuned):
         alone = plain.engine(path, **options)
-        right.append(plain.tokens(plain.outputs(alone)))
+        answers.append(plain.outputs(alone))
+        right.append(plain.tokens(answers[-1]))
         plain.let_go(alone)
+    assert answers[0] != answers[1]  # at least in how likely tokens are
     engines = [plain.engine(path, tensor_dedup=True, **options) for path in (base, base, tuned)]
     models = [plain.model(each) for each in engines]
     assert {p.device.type for each in models for p in each.parameters()} == {"cuda"}
     for engine, expected in zip(engines, (right[0], *right), strict=True):
         assert plain.tokens(plain.outputs(engine)) == expected
-    assert right[0] != right[1]
     return models
 
 
