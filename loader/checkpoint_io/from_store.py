@@ -148,6 +148,8 @@ class CheckpointFiles:
 class StoreBackedSource(SourceFile):
     """A weights file on disk whose tensors are read from a store if the store has them."""
 
+    reads_any_range = False
+
     def __init__(
         self,
         path: Path,
@@ -191,6 +193,8 @@ class StoredSource(SourceFile):
     The object has no file descriptor. Offsets are those in the file that an export of the
     checkpoint would write.
     """
+
+    reads_any_range = False
 
     def __init__(
         self,

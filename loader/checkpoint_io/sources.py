@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from tensor_dedup.digest import (
     LEAF_BYTES,
+    combine,
     digest,
     digests_by_place,
     leaf_places,
@@ -128,12 +129,15 @@ class SourceFile:
 
     `tensors` has the tensors by name, and `identity` is the file's `FileIdentity` when it was
     opened. `hashed` has the digests that were computed since then, by (start, nbytes) of the range.
-    The file descriptor stays open until `close`.
+    The file descriptor stays open until `close`. `reads_any_range` says that a range of a tensor
+    may begin and end within a leaf (2 MiB) at no cost.
 
     Raises:
         FormatError: The header is not valid.
         OSError: The file cannot be opened.
     """
+
+    reads_any_range = True
 
     def __init__(
         self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
@@ -382,6 +386,16 @@ class SourceReader:
             _, before = self.known_reads.get(id(source), (source, 0))
             self.known_reads[id(source)] = source, before + nbytes
 
+    def enter_read(self, source: SourceTensor, leaves: Sequence[bytes]) -> None:
+        """Enter the leaf digests of `source`, which was read by other code, and count the read.
+
+        Raises:
+            StaleHintError: The bytes that were read do not have the digest that a hint gave.
+        """
+        nbytes = source.spec.nbytes
+        self._count(source, nbytes)
+        _enter(source, combine(nbytes, leaves), leaves if nbytes > LEAF_BYTES else ())
+
     def settle(self, mark: int | None = None) -> None:
         """Wait for reads in progress and set the digests of their source tensors.
 
@@ -414,9 +428,13 @@ class SourceReader:
         """Return the digest of `data`, and add the size of `data` and the time to the counters."""
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
-    def digest_of(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a gap-free tensor on any device, and count its size and the time."""
-        return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
+    def digest_of(self, tensor: torch.Tensor, leaves: list[bytes] | None = None) -> str:
+        """Return the digest of a gap-free tensor on any device, and count its size and the time.
+
+        If the list `leaves` is given, the leaf digests are added to it, unless the tensor is a
+        single leaf.
+        """
+        return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm, leaves))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
         began = time.perf_counter()

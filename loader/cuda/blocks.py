@@ -24,19 +24,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakSet
 
 import msgspec
-import torch
 
-from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
+from tensor_dedup.digest import LEAF_BYTES, combine
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.loader.cuda.residents import DeviceResident
-from tensor_dedup.loader.residents.resident import is_of_bytes, tensor_bytes
+from tensor_dedup.loader.residents.resident import is_of_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from tensor_dedup.loader.cuda.residents import Write
+    from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
 # A block of 16 MiB is a descriptor in the manager and in every process that maps it, and some six
@@ -86,55 +83,6 @@ def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
         digest = combine(size, leaves[first : first + -(-size // LEAF_BYTES)])
         keys.append(bytes_key(size, digest))
     return keys
-
-
-def leaves_of(tensor: torch.Tensor) -> list[bytes]:
-    """Return the leaf digests of a gap-free tensor.
-
-    A tensor on a GPU is copied to host memory first.
-    """
-    data = tensor_bytes(tensor.cpu())
-    leaves: list[bytes] = []
-    submit(data, leaves=leaves).result()
-    return leaves or leaf_digests(data)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorWriter:
-    """A gap-free tensor that can be written to a GPU address, as a whole or in part.
-
-    To write the whole tensor, call the object with an address. For a range of bytes, use `part`.
-
-    - `writer` gets the tensor, or a part of it as bytes, and returns a function that writes it to
-      an address.
-    - `known_leaves` are the tensor's leaf digests, or are empty if they are not known.
-    """
-
-    tensor: torch.Tensor
-    writer: Callable[[torch.Tensor], Write]
-    known_leaves: Sequence[bytes] = ()
-
-    def __call__(self, address: int) -> str | None:
-        """Write the whole tensor to the GPU address `address`.
-
-        Returns the tensor's digest if the function from `writer` computes it, and None or ""
-        otherwise.
-        """
-        return self.writer(self.tensor)(address)
-
-    def part(self, start: int, end: int) -> Write:
-        """Return a function that writes bytes `start` to `end` of the tensor to a GPU address.
-
-        `start` and `end` count the bytes in memory order.
-        """
-        whole, nbytes = self.tensor.detach(), end - start
-        flat = torch.empty(0, dtype=torch.uint8, device=whole.device)
-        first = whole.storage_offset() * whole.itemsize + start
-        return self.writer(flat.set_(whole.untyped_storage(), first, (nbytes,), (1,)))
-
-    def leaves(self) -> Sequence[bytes]:
-        """Return the leaf digests of the tensor, which are computed if they are not known."""
-        return self.known_leaves or leaves_of(self.tensor)
 
 
 class TensorInBlocks(DeviceResident):
@@ -287,18 +235,18 @@ class BlockLog:
             self.refuse(too_many(blocks))
         return self.why_whole is None
 
-    def note_larger(self, block: DeviceResident) -> None:
+    def note_larger(self, nbytes: int) -> bool:
         """Stop building blocks in this load if the manager's slabs are larger than a block.
 
-        To find out, the size of `block` is compared with that of its slab. Nothing happens if
-        `block` is smaller than 16 MiB.
+        `nbytes` is the size of the slab that the manager made for a block. Returns whether it is
+        larger.
         """
-        slab = block.slabs[0]
-        if slab.nbytes > block.nbytes == BLOCK_BYTES:
+        if nbytes > BLOCK_BYTES:
             self.refuse(
-                f"the manager's slabs are multiples of {slab.nbytes} bytes, and a block has "
+                f"the manager's slabs are multiples of {nbytes} bytes, and a block has "
                 f"{BLOCK_BYTES}; start it with a smaller --handle to share parts of tensors"
             )
+        return nbytes > BLOCK_BYTES
 
     def refuse(self, reason: str) -> None:
         """Stop building blocks in this load because of `reason`.

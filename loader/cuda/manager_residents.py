@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import uuid
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
@@ -29,14 +31,21 @@ from tensor_dedup.loader.cuda.blocks import (
     spare_descriptors,
     too_many,
 )
+from tensor_dedup.loader.cuda.new_slabs import NewTensor, write_slabs
 from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
+from tensor_dedup.loader.residents.lent import record_of
 from tensor_dedup.loader.residents.manager import ManagerResidents, ManagerSession, client_of
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.memory_manager.client import Lease
 from tensor_dedup.memory_manager.client.names import checkpoint_name
-from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    MemoryManagerError,
+    ProtocolError,
+    RefusedError,
+)
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import Gpu
@@ -45,6 +54,8 @@ if TYPE_CHECKING:
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
+Guard = Callable[[Callable[[], None]], bool]
+"""Call a function that asks the manager; return False if the manager refused or does not answer."""
 
 
 class DeviceMemory:
@@ -106,16 +117,11 @@ class DeviceMemory:
 
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
             fd, nbytes, offsets = put.place
-            digests: list[str] = []
-
-            def write(address: int) -> None:
-                for (key, _), offset in zip(slots, offsets, strict=True):
-                    each = requests[key]
-                    digests.append(each.written(each.write(address + offset)).digest)
-                    put.progress()
-
-            self.gpu.fill(MappedExtent(fd, nbytes, 0), self.opener, write)
-            return digests
+            wanted = [requests[key] for key, _ in slots]
+            new = [NewTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
+            slab = MappedExtent(fd, nbytes, 0), offsets, new
+            [found] = write_slabs(self.gpu, self.opener, [slab], put.progress)
+            return [e.written(digest).digest for e, digest in zip(wanted, found, strict=True)]
 
         return write_all
 
@@ -133,6 +139,51 @@ class DeviceMemory:
 
 # One object for each slab of a manager's, so that two mappings of it are known as such.
 _slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakValueDictionary()
+
+
+class LentNewSlab:
+    """A new slab of the manager, which this process fills. For one thread.
+
+    Until it is sealed, its put holds a layer key of its own, which nobody else asks for.
+    """
+
+    def __init__(self, memory: DeviceMemory, put: Put, guard: Guard) -> None:
+        """Describe the slab that was allocated for `put`.
+
+        `guard` calls a function that asks the manager, and returns whether the manager answered.
+        """
+        fd, nbytes, self.offsets = put.place
+        self.opener: Final = memory.opener
+        self.extent: Final = MappedExtent(fd, nbytes, 0)
+        self._memory, self._put, self._guard = memory, put, guard
+
+    def progress(self) -> None:
+        """Tell the manager that this process is still working. Errors are met again in `seal`."""
+        with suppress(MemoryManagerError):
+            self._put.progress()
+
+    def seal(self, keys: Sequence[ResidentKey]) -> list[tuple[DeviceResident, bool]] | None:
+        """Seal the slab; return each tensor, and whether it lies in this slab.
+
+        Returns None if the manager does not take it.
+        """
+        found: list[tuple[DeviceResident, bool]] = []
+
+        def seal() -> None:
+            leases = self._put.seal([key.digest for key in keys])
+            for key, lease in zip(keys, leases, strict=True):
+                # A manager that has mixed them up must not decide what a parameter holds.
+                if lease.digest != key.digest:
+                    raise ProtocolError(f"{key.digest} was written, and {lease.digest} is lent")
+                found.append((self._memory.resident(key, lease), self._put.has_sealed(lease)))
+
+        done = self._guard(seal)
+        self.abandon()  # what was sealed is leased
+        return found if done else None
+
+    def abandon(self) -> None:
+        """End the put, which frees the slab unless it was sealed."""
+        self._put.abandon()
 
 
 class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
@@ -190,6 +241,30 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
             _log.warning("%s: large tensors stay whole: %s", self.checkpoint, self.not_by_leaf)
         return admitted
 
+    def open_slab(self, sizes: Sequence[int], guard: Guard) -> LentNewSlab:
+        """Allocate a slab for tensors of these sizes, whose digests need not be known yet.
+
+        Raises:
+            RefusedError: The manager has no room.
+        """
+        key = f"{self.memory.namespace}-new:{uuid.uuid4().hex}"
+        put = self.client.reserve([key], self.checkpoint).put
+        assert put is not None, "nobody else has this key"
+        try:
+            put.allocate(sizes)
+            memory = self.memory
+            assert isinstance(memory, DeviceMemory)
+            return LentNewSlab(memory, put, guard)
+        except BaseException:
+            put.abandon()
+            raise
+
+    def publish_whole(self, recipe: str, resident: DeviceResident) -> None:
+        """Have `recipe` lead to `resident`, a whole tensor that the manager lends."""
+        if isinstance(resident.lease, Lease):
+            key = resident.key
+            self.client.publish([self._key(recipe)], record_of(key), [key.digest])
+
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Publish which blocks `resident` consists of, so that other processes find it.
 
@@ -242,6 +317,33 @@ class DeviceManagerResidents(ManagerResidents[DeviceRequest, DeviceResident, Dev
         It is None if they can, or if there is no manager.
         """
         return self.session.memory.whole_only if self.session is not None else None
+
+    def open_slab(self, sizes: Sequence[int]) -> LentNewSlab | None:
+        """Allocate a slab for tensors of these sizes, which the caller fills and seals.
+
+        The digests of the tensors need not be known yet. Returns None if there is no manager, or if
+        it has no room.
+        """
+        found: list[LentNewSlab] = []
+        self._ask(lambda session: found.append(session.open_slab(sizes, self._answered)))
+        return found[0] if found else None
+
+    def _answered(self, ask: Callable[[], None]) -> bool:
+        done: list[bool] = []
+
+        def asked(_: DeviceSession) -> None:
+            ask()
+            done.append(True)
+
+        self._ask(asked)
+        return bool(done)
+
+    def publish_whole(self, recipe: str, resident: DeviceResident) -> None:
+        """Publish `recipe` as one of `resident`, a tensor that does not consist of blocks.
+
+        Does nothing if this process has allocated the memory.
+        """
+        self._ask(lambda session: session.publish_whole(recipe, resident))
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Publish the list of blocks that `resident`, a large tensor, consists of.

@@ -1,27 +1,29 @@
 """The provider of a vLLM load's shared tensors on a GPU.
 
-Final tensors (the weights as vLLM uses them, after fusing and slicing) are computed in temporary
-host memory, uploaded to the GPU, and mapped read-only into the model. Each final tensor is on the
-GPU once.
+Final tensors (the weights as vLLM uses them, after fusing and slicing) are uploaded to the GPU and
+mapped read-only into the model. Each final tensor is on the GPU once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tensor_dedup.loader.cuda.blocks import BlockLog, TensorWriter
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views, Write
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
-from tensor_dedup.loader.cuda.upload import Uploader
+from tensor_dedup.loader.cuda.blocks import BlockLog, may_be_in_blocks
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, ROUND_BYTES
+from tensor_dedup.loader.cuda.residents import DeviceContent, DeviceResident, Views
+from tensor_dedup.loader.cuda.transfers import HostContent, memory_part
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+    from tensor_dedup.loader.cuda.residents import UnreadTensor
+    from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
     from tensor_dedup.loader.residents.partial import Content, KnownTensor
     from tensor_dedup.loader.residents.provider import AnyResident
@@ -37,12 +39,14 @@ _WRITTEN: Final = frozenset(
 class GpuProvider:
     """The `ResidentProvider` of one load on a GPU: it finds, uploads and maps residents.
 
-    A resident is an immutable tensor in memory that models share. `close` frees the upload buffers.
-    For one thread.
+    A resident is an immutable tensor in memory that models share. Tensors that consist of source
+    tensors side by side go from their files to the GPU (`build_unread`). All others are computed in
+    host memory first. For one thread.
     """
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
     batch_bytes: Final = BATCH_BYTES
+    round_bytes: Final = ROUND_BYTES
     local: Final = False
     plain: Final = True
 
@@ -50,14 +54,7 @@ class GpuProvider:
         self._gpu: Final = gpu
         self._manager: Final = manager
         self._views: Final = Views(gpu.kind)
-        self._uploader: Uploader | None = None
         self._blocks: Final = BlockLog()
-
-    def close(self) -> None:
-        """Free the page-locked upload buffers."""
-        if self._uploader is not None:
-            self._uploader.close()
-            self._uploader = None
 
     @property
     def not_lent(self) -> str | None:
@@ -126,13 +123,22 @@ class GpuProvider:
         Raises:
             OutOfMemoryError: The GPU has no room, or its driver refuses.
         """
-        items = [
-            (ReplicaKey(each.key, 0), each.recipe, self._writer(each.tensor)) for each in requests
-        ]
-        try:
+        items = [(ReplicaKey(each.key, 0), each.recipe, self._content(each)) for each in requests]
+        with _without_room():
             return self._gpu.get_or_build(items, self._manager, self._blocks)
-        except BackendError as error:
-            raise OutOfMemoryError(str(error)) from error
+
+    def build_unread(self, wanted: Sequence[UnreadTensor]) -> list[tuple[DeviceResident, bool]]:
+        """Upload tensors from their files; return the resident of each, and whether it is new.
+
+        The digests of the tensors become known on the way. If a resident has the bytes after all,
+        it is used, and the memory of the upload is freed. Errors of reading and of
+        `UnreadTensor.learned` are passed on.
+
+        Raises:
+            OutOfMemoryError: The GPU has no room, or its driver refuses.
+        """
+        with _without_room():
+            return self._gpu.build_unread(wanted, self._manager, self._blocks)
 
     def share_known(
         self, tensor: KnownTensor, accept: Callable[[AnyResident], bool]
@@ -142,18 +148,15 @@ class GpuProvider:
     def note_contents(self, resident: AnyResident, contents: Sequence[Content]) -> None:
         """Do nothing: a tensor in blocks has its leaf digests."""
 
-    def _writer(self, tensor: torch.Tensor) -> TensorWriter:
+    def _content(self, request: ResidentRequest) -> HostContent | DeviceContent:
+        tensor = request.tensor
         if tensor.device.type != "cpu":
-            return self._gpu.copy_of(tensor)  # processed on the GPU
-        return TensorWriter(tensor, self._sender)
-
-    def _sender(self, tensor: torch.Tensor) -> Write:
-        def write(address: int) -> str | None:
-            if self._uploader is None:
-                self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)
-            return self._uploader.sender(tensor)(address)
-
-        return write
+            return self._gpu.copy_of(tensor, request.leaves)  # processed on the GPU
+        if request.leaves:
+            return HostContent(tensor.nbytes, [memory_part(tensor)], leaves=request.leaves)
+        # Of a large tensor the leaf digests are computed on the way: its blocks need them.
+        hashed = may_be_in_blocks(request.key, tensor.nbytes)
+        return HostContent(tensor.nbytes, [memory_part(tensor)], hashed=hashed)
 
     def map(self, resident: AnyResident) -> torch.Tensor:
         """Return `resident` as a read-only tensor, mapped for this load's model.
@@ -162,10 +165,8 @@ class GpuProvider:
             OutOfMemoryError: The resident cannot be mapped.
         """
         assert isinstance(resident, DeviceResident)
-        try:
+        with _without_room():
             return self._views.tensor(resident)
-        except BackendError as error:
-            raise OutOfMemoryError(str(error)) from error
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a private copy of `tensor`, which lies in host memory, on the GPU.
@@ -175,3 +176,12 @@ class GpuProvider:
         """
         there = self._gpu.device
         return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)
+
+
+@contextmanager
+def _without_room() -> Iterator[None]:
+    """Context manager: raise OutOfMemoryError instead of BackendError."""
+    try:
+        yield
+    except BackendError as error:
+        raise OutOfMemoryError(str(error)) from error

@@ -14,10 +14,12 @@ from typing import Final, Protocol
 
 import torch
 
+from tensor_dedup.digest import leaf_digests, submit
 from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
-from tensor_dedup.loader.residents.resident import dense
+from tensor_dedup.loader.cuda.transfers import HostContent
+from tensor_dedup.loader.residents.resident import dense, tensor_bytes
 from tensor_dedup.loader.residents.slab import HasFd, SlabUsageError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.types import ResidentKey
@@ -181,11 +183,65 @@ class Views:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRequest:
-    """A tensor to make resident on a GPU: its recipe, its key, and a function that writes it.
+class DeviceContent:
+    """A gap-free tensor that lies on a GPU already, to be copied to another address there.
 
-    - `write(address)` writes the tensor on any stream of the current context. If the key's digest
-      is "", `write` must return the tensor's digest. Otherwise it may return None or "".
+    - `place` is the DLPack device type and number of the GPU.
+    - `known_leaves` are the tensor's leaf digests, or are empty if they are not known.
+
+    The copies go in the order of torch's current stream.
+    """
+
+    tensor: torch.Tensor
+    place: tuple[int, int]
+    known_leaves: Sequence[bytes] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the tensor in bytes."""
+        return self.tensor.nbytes
+
+    @property
+    def leaves(self) -> Sequence[bytes]:
+        """The leaf digests of the tensor, which are computed if they are not known.
+
+        The tensor is then copied to host memory.
+        """
+        if self.known_leaves:
+            return self.known_leaves
+        data = tensor_bytes(self.tensor.cpu())
+        leaves: list[bytes] = []
+        submit(data, leaves=leaves).result()
+        return leaves or leaf_digests(data)
+
+    def __call__(self, address: int) -> None:
+        """Copy the whole tensor to `address`."""
+        self.part(0, self.nbytes)(address)
+
+    def part(self, start: int, end: int) -> Write:
+        """Return a function that copies bytes `start` to `end` of the tensor to an address.
+
+        `start` and `end` count the bytes in memory order.
+        """
+        whole, nbytes = self.tensor.detach(), end - start
+        flat = torch.empty(0, dtype=torch.uint8, device=whole.device)
+        first = whole.storage_offset() * whole.itemsize + start
+        piece = flat.set_(whole.untyped_storage(), first, (nbytes,), (1,))
+
+        def write(address: int) -> None:
+            # By torch, in the order of its stream: what made the tensor may be under way there.
+            tensor_at(address, (torch.uint8, (nbytes,), (1,)), self.place, None).copy_(piece)
+
+        return write
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """A tensor to make resident on a GPU: its recipe, its key, and its content.
+
+    - `content` is the tensor in host memory or files, or on the GPU, or a function that writes it
+      to an address on any stream of the current context. If the key's digest is "", that function
+      must return the tensor's digest.
     - `copy` is the replica number: residents with equal keys and different numbers have separate
       memory.
     """
@@ -193,15 +249,29 @@ class DeviceRequest:
     recipe: str
     key: ResidentKey
     nbytes: int
-    write: Write
+    content: HostContent | DeviceContent | Write
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
-        """Return the resident's key, completed by the `digest` that `write` returned.
+        """Return the resident's key, completed by the `digest` that was found when it was written.
 
         If `digest` is None or "", the key is returned unchanged.
         """
         return replace(self.key, digest=digest) if digest else self.key
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadTensor:
+    """A tensor in files, to make resident on a GPU, whose digest its upload gives.
+
+    - `geometry` is its dtype, shape and stride, as a resident key without a digest.
+    - `learned()` is called once, when the digests of `content` are known. It returns the tensor's
+      recipe.
+    """
+
+    geometry: ResidentKey
+    content: HostContent
+    learned: Callable[[], str]
 
 
 def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:

@@ -7,7 +7,7 @@ Equal tensors of one model have different numbers, and so separate memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -19,20 +19,22 @@ from tensor_dedup.loader.cuda.blocks import (
     BLOCK_BYTES,
     BlockLog,
     TensorInBlocks,
-    TensorWriter,
     block_keys,
+    blocks_of,
+    bytes_key,
     is_block,
     may_be_in_blocks,
 )
+from tensor_dedup.loader.cuda.new_slabs import NewTensor, make_resident, write_slabs
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import (
+    DeviceContent,
     DeviceRequest,
     DeviceResident,
     DeviceSlab,
     Views,
-    Write,
 )
-from tensor_dedup.loader.cuda.tensors import tensor_at
+from tensor_dedup.loader.cuda.transfers import HostContent
 from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
 from tensor_dedup.loader.residents.param_data import param_data
@@ -44,14 +46,15 @@ from tensor_dedup.memory_manager.protocol.layout import offsets_of
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
+    from tensor_dedup.loader.cuda.new_slabs import NewSlab
+    from tensor_dedup.loader.cuda.residents import UnreadTensor, Write
+    from tensor_dedup.memory_manager.backends.vmm import VmmAllocation
 
 _Place = tuple[tuple[int, ...], int, ResidentKey]  # serials of slabs, the offset, the geometry
-# A slab is a handle of the driver, in whole granules of 2 MiB, and is freed whole: tensors from the
-# first size on have their own, smaller ones lie in one together, and larger ones in `blocks`.
-OWN_SLAB_BYTES: Final = 16 << 20
-BATCH_BYTES: Final = 64 << 20
 
 
 class SharedGpu:
@@ -108,18 +111,17 @@ class SharedGpu:
 
     def get_or_build(
         self,
-        wanted: Sequence[tuple[ReplicaKey, str, Write]],
+        wanted: Sequence[tuple[ReplicaKey, str, HostContent | DeviceContent | Write]],
         manager: DeviceManagerResidents,
         log: BlockLog | None = None,
     ) -> list[tuple[DeviceResident, bool]]:
-        """Return a resident for each (key, recipe, writer), and whether this call wrote it.
+        """Return a resident for each (key, recipe, content), and whether this call wrote it.
 
         The results are in the order of `wanted`. Missing residents are put into the manager's
         memory or, if it does not take them, into memory of this process.
 
-        If the writer of a large tensor is a `TensorWriter`, the tensor is built of blocks (pieces
-        of 16 MiB) where possible. Only the missing blocks are written. `log` is the load's
-        `BlockLog`.
+        A large tensor whose content can be divided is built of blocks (pieces of 16 MiB) where
+        possible, and only the missing blocks are written. `log` is the load's `BlockLog`.
 
         Raises:
             BackendError: The GPU has no room, its driver refuses, or a tensor has changed since it
@@ -127,56 +129,59 @@ class SharedGpu:
         """
         with self._lock:
             found: dict[int, tuple[DeviceResident, bool]] = {}
-            written: set[int] = set()
             missing = []
             in_blocks = self._in_blocks(wanted, manager, BlockLog() if log is None else log)
-            for index, (known, recipe, write) in enumerate(wanted):
+            for index, (known, recipe, content) in enumerate(wanted):
                 resident = self._residents.get(known) if known.key.digest else None
                 if index in in_blocks:
                     found[index] = in_blocks[index]
                 elif resident is not None:
                     found[index] = resident, False
                 else:
-                    noted = _noting(write, written, index)
-                    one = DeviceRequest(recipe, known.key, _nbytes(known.key), noted, known.copy)
+                    nbytes = _nbytes(known.key)
+                    one = DeviceRequest(recipe, known.key, nbytes, content, known.copy)
                     missing.append((index, one))
-            lendable = [item for item in missing if _can_be_lent(wanted[item[0]][0])]
-            lent = manager.put([each for _, each in lendable])
-            made = {i: r[0] for (i, _), r in zip(lendable, lent, strict=True) if r is not None}
-            rest = [(i, each) for i, each in missing if i not in made]
-            if rest:
-                local = self._local.put([each for _, each in rest])
-                made |= dict(zip((i for i, _ in rest), local, strict=True))
-            for index, resident in made.items():
-                known = ReplicaKey(resident.key, wanted[index][0].copy)
-                found[index] = self.enter(known, resident), index in written
+            made = self._put([each for _, each in missing], manager)
+            for (index, each), (resident, new) in zip(missing, made, strict=True):
+                known = ReplicaKey(resident.key, each.copy)
+                found[index] = self.enter(known, resident), new
             return [found[index] for index in range(len(wanted))]
+
+    def _put(
+        self, wanted: Sequence[DeviceRequest], manager: DeviceManagerResidents
+    ) -> list[tuple[DeviceResident, bool]]:
+        """Put whole tensors into slabs, the manager's where it takes them."""
+        lendable = [each for each in wanted if _can_be_lent(ReplicaKey(each.key, each.copy))]
+        lent = dict(zip(map(id, lendable), manager.put(lendable), strict=True))
+        rest = [each for each in wanted if lent.get(id(each)) is None]
+        local = iter(self._local.put(rest) if rest else ())
+        return [lent.get(id(each)) or next(local) for each in wanted]
 
     def _in_blocks(
         self,
-        wanted: Sequence[tuple[ReplicaKey, str, Write]],
+        wanted: Sequence[tuple[ReplicaKey, str, HostContent | DeviceContent | Write]],
         manager: DeviceManagerResidents,
         log: BlockLog,
     ) -> dict[int, tuple[DeviceResident, bool]]:
         """Return those of `get_or_build`, by number, that are in blocks or need not be built."""
         large = [
-            (index, known, recipe, write)
-            for index, (known, recipe, write) in enumerate(wanted)
+            (index, known, recipe, content)
+            for index, (known, recipe, content) in enumerate(wanted)
             # Replicas of a tensor must not become one memory.
-            if isinstance(write, TensorWriter)
+            if isinstance(content, HostContent | DeviceContent)
             and known.copy == 0
-            and may_be_in_blocks(known.key, write.tensor.nbytes)
+            and may_be_in_blocks(known.key, content.nbytes)
         ]
         if not large or manager.whole_only is not None:
             return {}
         there = self.find([known for _, known, _, _ in large], manager)
         found: dict[int, tuple[DeviceResident, bool]] = {}
-        for (index, known, recipe, write), resident in zip(large, there, strict=True):
+        for (index, known, recipe, content), resident in zip(large, there, strict=True):
             first = resident or self._residents.get(known)  # of a tensor that is wanted twice
             if first is not None:
                 found[index] = first, False
                 continue
-            made = self._built_in_blocks(known.key, write, manager, log)
+            made = self._built_in_blocks(known.key, content, manager, log)
             if made is not None:
                 manager.publish_parts(recipe, made)
                 found[index] = self.enter(known, made), True
@@ -185,7 +190,7 @@ class SharedGpu:
     def _built_in_blocks(
         self,
         key: ResidentKey,
-        write: TensorWriter,
+        content: HostContent | DeviceContent,
         manager: DeviceManagerResidents,
         log: BlockLog,
     ) -> TensorInBlocks | None:
@@ -194,63 +199,145 @@ class SharedGpu:
         Raises:
             BackendError: As `get_or_build`, or the tensor has changed since it was hashed.
         """
-        nbytes = write.tensor.nbytes
-        if not log.admits(-(-nbytes // BLOCK_BYTES)):
+        if not log.admits(blocks_of(content.nbytes)):
             return None
-        leaves = write.leaves()
-        if combine(nbytes, leaves) != key.digest:
-            raise BackendError(
-                f"a tensor of {key.digest} has changed since it was hashed; load it privately",
-                digest=key.digest,
-            )
-        keys = block_keys(nbytes, leaves)
-        there = self._find_blocks(keys, manager)
-        if there is None:
+        known = isinstance(content, DeviceContent) or not content.hashed
+        blocks = _blocks_of(content, content.leaves if known else None)
+        if known:
+            _require_digest(key, content)
+            self._look(blocks, manager)
+            if not _may_be_joined(blocks):
+                return None
+        if not self._make_resident(blocks, manager, log):
             return None
-        blocks, at, shared = [], 0, 0
-        for each in keys:
-            end = at + _nbytes(each)
-            block = there.get(each.digest)
-            if block is None:
-                written: set[int] = set()
-                part = _noting(write.part(at, end), written, at)
-                block = self._put_block(each, part, manager)
-                if not is_block(block):
-                    log.note_larger(block)  # or it lies in a slab with others
-                    return None
-                there[each.digest] = self._blocks[each.digest] = block
-                if written:  # and not put by somebody else meanwhile
-                    log.built.add(block)
-            if block not in log.built:
-                shared += end - at
-            blocks.append(block)
-            at = end
-        return TensorInBlocks(key, blocks, leaves, shared)
+        _require_digest(key, content)
+        return self._joined(key, blocks, content.leaves, log)
 
-    def _find_blocks(
-        self, keys: Sequence[ResidentKey], manager: DeviceManagerResidents
-    ) -> dict[str, DeviceResident] | None:
-        """Return the blocks that are resident, by digest: in this process, or in the manager.
+    def build_unread(
+        self, wanted: Sequence[UnreadTensor], manager: DeviceManagerResidents, log: BlockLog
+    ) -> list[tuple[DeviceResident, bool]]:
+        """Upload tensors whose digests are not known, and return a resident for each.
 
-        None if one of them lies in a slab with other tensors, so that it cannot be a block.
+        The results are in the order of `wanted`; True says that this call made the resident. If a
+        resident has the bytes after all, it is used, and the memory of the upload is freed. Errors
+        of reading and of `UnreadTensor.learned` are passed on.
+
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses. Keep the tensors private.
         """
-        found = {
-            each.digest: self._blocks.get(each.digest) or self._local.by_content(each)
-            for each in keys
-        }
-        missing = {each: None for each in keys if found[each.digest] is None}
-        lent = manager.find([ResidentQuery("", each) for each in missing])
-        found.update((each.digest, block) for each, block in zip(missing, lent, strict=True))
-        there = {digest: block for digest, block in found.items() if block is not None}
-        return there if all(map(is_block, there.values())) else None
+        with self._lock:
+            new = [self._new(each, manager, log) for each in wanted]
+            if not self._make_resident([one for each in new for one in each], manager, log):
+                new = [self._new(each, manager, log) for each in wanted]  # whole: `log` says so
+                self._make_resident([one for each in new for one in each], manager, log)
+            return [
+                self._learned(each, these, manager, log)
+                for each, these in zip(wanted, new, strict=True)
+            ]
 
-    def _put_block(
-        self, key: ResidentKey, write: Write, manager: DeviceManagerResidents
-    ) -> DeviceResident:
-        """Put one block into a slab of its own, the manager's where it has room."""
-        request = DeviceRequest(f"content:{key}", key, _nbytes(key), write)
-        [lent] = manager.put([request])
-        return self._local.put([request])[0] if lent is None else lent[0]
+    def _new(
+        self, each: UnreadTensor, manager: DeviceManagerResidents, log: BlockLog
+    ) -> list[NewTensor]:
+        blocks = blocks_of(each.content.nbytes)
+        if blocks and manager.whole_only is None and log.admits(blocks):
+            return _blocks_of(each.content)
+        return [NewTensor(each.content, each.geometry, 0, each.content.nbytes)]
+
+    def _learned(
+        self,
+        each: UnreadTensor,
+        made: Sequence[NewTensor],
+        manager: DeviceManagerResidents,
+        log: BlockLog,
+    ) -> tuple[DeviceResident, bool]:
+        """Return the resident of a tensor that was uploaded, and publish it under its recipe."""
+        key = replace(each.geometry, digest=each.content.digest)
+        recipe = each.learned()
+        known = ReplicaKey(key, 0)
+        first = self._residents.get(known)
+        if first is not None:
+            return first, False
+        if made[0].is_block:
+            whole = self._joined(key, made, each.content.leaves, log)
+            if whole is not None:
+                manager.publish_parts(recipe, whole)
+                return self.enter(known, whole), True
+            # As a block lies in a slab with others: whole, now that its digest is known.
+            request = DeviceRequest(recipe, key, each.content.nbytes, each.content)
+            [(resident, new)] = self._put([request], manager)
+            return self.enter(known, resident), new
+        [one] = made
+        assert one.resident is not None
+        manager.publish_whole(recipe, one.resident)
+        return self.enter(known, one.resident), one.written
+
+    def _make_resident(
+        self, tensors: Sequence[NewTensor], manager: DeviceManagerResidents, log: BlockLog
+    ) -> bool:
+        """Write what has no resident into new slabs, the manager's where it has room.
+
+        Returns False if the manager's memory comes in slabs that are larger than blocks, and blocks
+        are wanted.
+        """
+        has_blocks = any(each.is_block for each in tensors)
+
+        def lent(sizes: Sequence[int]) -> NewSlab | None:
+            slab = manager.open_slab(sizes)
+            whole = slab is not None and has_blocks and [*sizes] == [BLOCK_BYTES]
+            if slab is not None and whole and log.note_larger(slab.extent.nbytes):
+                slab.abandon()
+                raise _LargerError
+            return slab
+
+        try:
+            make_resident(
+                self.gpu,
+                tensors,
+                [lent, self._local.open_slab],
+                lambda some: self._look(some, manager),
+            )
+        except _LargerError:
+            return False
+        return True
+
+    def _look(self, tensors: Sequence[NewTensor], manager: DeviceManagerResidents) -> None:
+        """Set `resident` of those tensors that are resident, in this process or the manager."""
+        for each in tensors:
+            each.resident = self._here(each.key)
+        missing = {each.key: None for each in tensors if each.resident is None}
+        lent = manager.find([ResidentQuery("", each) for each in missing])
+        found = dict(zip(missing, lent, strict=True))
+        for each in tensors:
+            each.resident = each.resident or found.get(each.key)
+
+    def _here(self, key: ResidentKey) -> DeviceResident | None:
+        """Return this process's resident with these bytes, or None: a block, or any other."""
+        if key.dtype == "U8" and (block := self._blocks.get(key.digest)) is not None:
+            return block
+        return self._residents.get(ReplicaKey(key, 0)) or self._local.by_content(key)
+
+    def _joined(
+        self,
+        key: ResidentKey,
+        blocks: Sequence[NewTensor],
+        leaves: Sequence[bytes],
+        log: BlockLog,
+    ) -> TensorInBlocks | None:
+        """Return the tensor that consists of blocks, or None if one of them can be no block."""
+        if not _may_be_joined(blocks):
+            return None
+        found = []
+        shared = 0
+        for block in blocks:
+            resident = block.resident
+            assert resident is not None
+            if block.written:
+                log.built.add(resident)
+            if resident not in log.built:
+                shared += block.nbytes
+            self._blocks.setdefault(resident.key.digest, resident)
+            found.append(resident)
+        return TensorInBlocks(key, found, leaves, shared)
 
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
         """Register `resident` under the replica key `known`, and return it.
@@ -329,30 +416,46 @@ class SharedGpu:
         """
         return Views(self.kind).tensor(resident)
 
-    def copy_of(self, tensor: torch.Tensor, leaves: Sequence[bytes] = ()) -> TensorWriter:
-        """Return a writer that copies a gap-free tensor from any device to an address of this GPU.
+    def copy_of(self, tensor: torch.Tensor, leaves: Sequence[bytes] = ()) -> DeviceContent:
+        """Return the content of a gap-free tensor on this GPU, for `get_or_build`.
 
         `leaves` are the tensor's leaf digests, if they are known.
         """
-        return TensorWriter(tensor, self._copy_of, leaves)
-
-    def _copy_of(self, tensor: torch.Tensor) -> Write:
-        geometry = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
-        place = self.kind, self.gpu.device.ordinal
-
-        def write(address: int) -> None:
-            # By torch, in the order of its stream: what made the tensor may be under way there.
-            tensor_at(address, geometry, place, None).copy_(tensor)
-
-        return write
+        return DeviceContent(tensor, (self.kind, self.gpu.device.ordinal), leaves)
 
 
-def _noting(write: Write, written: set[int], index: int) -> Write:
-    def noted(address: int) -> str | None:
-        written.add(index)
-        return write(address)
+class _LargerError(Exception):
+    """The manager's slabs are larger than blocks."""
 
-    return noted
+
+def _blocks_of(
+    content: HostContent | DeviceContent, leaves: Sequence[bytes] | None = None
+) -> list[NewTensor]:
+    """Return the blocks of a tensor, with their keys if its leaf digests are known."""
+    nbytes = content.nbytes
+    places = [(at, min(at + BLOCK_BYTES, nbytes)) for at in range(0, nbytes, BLOCK_BYTES)]
+    keys = (
+        [bytes_key(end - start, "") for start, end in places]
+        if leaves is None
+        else block_keys(nbytes, leaves)
+    )
+    return [
+        NewTensor(content, key, start, end, is_block=True)
+        for key, (start, end) in zip(keys, places, strict=True)
+    ]
+
+
+def _may_be_joined(blocks: Sequence[NewTensor]) -> bool:
+    """Return whether none of the blocks that are resident lies in a slab with other tensors."""
+    return all(each.resident is None or is_block(each.resident) for each in blocks)
+
+
+def _require_digest(key: ResidentKey, content: HostContent | DeviceContent) -> None:
+    if combine(content.nbytes, content.leaves) != key.digest:
+        raise BackendError(
+            f"a tensor of {key.digest} has changed since it was hashed; load it privately",
+            digest=key.digest,
+        )
 
 
 def _can_be_lent(known: ReplicaKey) -> bool:
@@ -398,7 +501,7 @@ class LocalDevice:
         """
         self.gpu: Final = gpu
         self._backend = VmmBackend(gpu.driver, gpu.device.uuid)
-        self._opener = gpu.vmm()
+        self.opener: Final = gpu.vmm()
         self._residents: WeakValueDictionary[tuple[str, int], DeviceResident] = (
             WeakValueDictionary()
         )
@@ -412,8 +515,8 @@ class LocalDevice:
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
-    def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
-        """Return a resident for each request of `wanted`, in order.
+    def put(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
+        """Return a resident for each request of `wanted`, in order, and whether it is new.
 
         All missing residents are written into one new slab.
 
@@ -422,7 +525,7 @@ class LocalDevice:
         """
         with self._lock:
             found = {
-                index: resident
+                index: (resident, False)
                 for index, each in enumerate(wanted)
                 if each.key.digest
                 and (resident := self.by_content(each.key, each.copy)) is not None
@@ -432,26 +535,68 @@ class LocalDevice:
             found |= dict(zip(missing, made, strict=True))
             return [found[index] for index in range(len(wanted))]
 
-    def _write(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
+    def open_slab(self, sizes: Sequence[int]) -> LocalNewSlab:
+        """Allocate a slab for tensors of these sizes, which the caller fills and seals.
+
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses.
+        """
         layout = self._backend.capabilities.layout
-        offsets, nbytes = offsets_of((max(each.nbytes, 1) for each in wanted), layout)
+        offsets, nbytes = offsets_of((max(each, 1) for each in sizes), layout)
         memory = self.gpu.with_room(lambda: self._backend.reserve(nbytes))
-        keys: list[ResidentKey] = []
+        return LocalNewSlab(self, memory, offsets)
 
-        def write(address: int) -> None:
-            for each, offset in zip(wanted, offsets, strict=True):
-                keys.append(each.written(each.write(address + offset)))
+    def enter(
+        self, slab: LocalNewSlab, keys: Sequence[ResidentKey], copies: Sequence[int] = ()
+    ) -> list[tuple[DeviceResident, bool]]:
+        """Make residents of the tensors of a slab, which are written.
 
-        self.gpu.fill(MappedExtent(memory.fileno, nbytes, 0), self._opener, write)
-        slab = DeviceSlab(self.gpu, self._opener, memory, nbytes)
+        Returns, in order, each resident with one of the `keys` and a replica number of `copies`, by
+        default 0, and whether it lies in this slab.
+        """
+        shared = DeviceSlab(self.gpu, self.opener, slab.memory, slab.memory.nbytes)
         made = [
-            DeviceResident(key, [slab], offset) for key, offset in zip(keys, offsets, strict=True)
+            DeviceResident(key, [shared], offset)
+            for key, offset in zip(keys, slab.offsets, strict=True)
         ]
         # Equal bytes of one slab: the first that has them is what others find, in their geometry.
-        return [
-            _as(each.key, self._residents.setdefault((each.key.digest, its.copy), each))
-            for each, its in zip(made, wanted, strict=True)
+        first = [
+            self._residents.setdefault((each.key.digest, copy), each)
+            for each, copy in zip(made, copies or [0] * len(made), strict=True)
         ]
+        return [
+            (_as(each.key, found), found.slabs[0] is shared)
+            for each, found in zip(made, first, strict=True)
+        ]
+
+    def _write(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
+        slab = self.open_slab([each.nbytes for each in wanted])
+        new = [NewTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
+        [digests] = write_slabs(self.gpu, self.opener, [(slab.extent, slab.offsets, new)])
+        keys = [each.written(digest) for each, digest in zip(wanted, digests, strict=True)]
+        copies = [each.copy for each in wanted]
+        return [(found, True) for found, _ in self.enter(slab, keys, copies)]
+
+
+class LocalNewSlab:
+    """A slab of this process's own, which is to be filled. For one thread."""
+
+    def __init__(self, local: LocalDevice, memory: VmmAllocation, offsets: Sequence[int]) -> None:
+        self.memory: Final = memory
+        self.offsets: Final = offsets
+        self.opener: Final = local.opener
+        self.extent: Final = MappedExtent(memory.fileno, memory.nbytes, 0)
+        self._local = local
+
+    def progress(self) -> None:
+        """Do nothing, because nobody waits for this slab."""
+
+    def seal(self, keys: Sequence[ResidentKey]) -> list[tuple[DeviceResident, bool]]:
+        """Make residents of the tensors, and return each, and whether it lies in this slab."""
+        return self._local.enter(self, keys)
+
+    def abandon(self) -> None:
+        """Do nothing: the slab is freed with this object."""
 
 
 def _as(key: ResidentKey, found: DeviceResident) -> DeviceResident:

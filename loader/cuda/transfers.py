@@ -176,7 +176,10 @@ class HostContent:
         return found
 
     def hash(self, view: memoryview, at: int, fragments: Sequence[_Fragment]) -> None:
-        """Hash the leaves in `view`, which `fill` has filled from byte `at` of the tensor on."""
+        """Hash the leaves in `view`, which `fill` has filled from byte `at` of the tensor on.
+
+        Leaves that were hashed before, because the tensor is uploaded again, are not.
+        """
         waiting = deque(fragments)
         for begin in range(0, len(view), LEAF_BYTES):
             leaf = view[begin : begin + LEAF_BYTES]
@@ -184,13 +187,15 @@ class HostContent:
             while size < len(leaf):
                 mine.append(waiting.popleft())
                 size += len(mine[-1].view)
+            if (at + begin) // LEAF_BYTES in self._leaves:
+                continue
             alone = mine[0] if len(mine) == 1 else None
             digest = (alone.known if alone else None) or self._hashed(leaf)
-            self._leaves[(at + begin) // LEAF_BYTES] = digest
             for each in mine:
                 joined = self._joined[each.part]
                 if joined is not None:
                     joined.add(each.offset, each.view, digest if alone else None)
+            self._leaves[(at + begin) // LEAF_BYTES] = digest
 
     def _hashed(self, leaf: memoryview) -> bytes:
         with self._lock:
@@ -337,7 +342,7 @@ class DeviceTransfer:
         self.failed = False
         self.tasks: Final[list[Future[None]]] = []
 
-    def wait(self, progress: Callable[[], None] | None = None) -> None:
+    def wait(self, progress: Callable[[], object] | None = None) -> None:
         """Wait until no thread works on the transfer any more, and raise the first error.
 
         The GPU may still be copying to its memory. `progress` is called now and then.

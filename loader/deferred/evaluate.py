@@ -21,6 +21,7 @@ from tensor_dedup.loader.deferred.recipe import (
     COPY,
     live_writes,
     needs_base,
+    parts_of,
     references,
     sources_of,
     whole_source,
@@ -38,6 +39,7 @@ from tensor_dedup.loader.deferred.storage import (
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.deferred.recipe import StorageRange
 
 
 # A block much larger than what is asked for stays free for what needs it.
@@ -173,6 +175,20 @@ class Evaluator:
         if source is None or self._direct_span(writes[0]) != (0, storage.nbytes):
             return None
         return source if source.spec.nbytes == storage.nbytes else None
+
+    def placed(self, view: View) -> list[StorageRange] | None:
+        """Return the ranges of `view`, which covers its storage, if it is only put together.
+
+        Each range is then a whole source tensor or zeros. Returns None if a range is anything else,
+        or if a source tensor has another use or was read already.
+        """
+        storage, version = view.storage, view.version
+        if needs_base(storage, version):
+            return None
+        ranges = parts_of(view)
+        copied = {self._direct_span(write) for write in live_writes(storage, version)} - {None}
+        wanted = {(each.start, each.stop) for each in ranges if not each.zeros}
+        return ranges if wanted and wanted == copied else None
 
     def value(self, view: View) -> torch.Tensor:
         """Return the value of `view` as a CPU tensor.

@@ -9,10 +9,12 @@ model. Tensors that vLLM's own processing computes are shared by
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.hit_checks import HitChecks
@@ -22,6 +24,7 @@ from tensor_dedup.loader.deferred.recipe import RecipeBook, composite_digest, wh
 from tensor_dedup.loader.deferred.recipe_lookup import RecipeLookup
 from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
 from tensor_dedup.loader.deferred.storage import as_view
+from tensor_dedup.loader.deferred.straight_reads import unread_tensor
 from tensor_dedup.loader.not_shared import LoadLedger, NotShared, WhyRead
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
@@ -38,10 +41,13 @@ if TYPE_CHECKING:
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
+    from tensor_dedup.loader.cuda.residents import UnreadTensor
     from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.deferred.straight_reads import ReadsStraight
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
+_log = logging.getLogger(__name__)
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
 STREAM_BYTES = 512 << 20
@@ -60,6 +66,15 @@ class ScratchTensor:
     escaped: bool = False
 
 
+class Missed(NamedTuple):
+    """A final tensor in scratch memory of which there is no resident, and its digests."""
+
+    parameter: DeferredParameter
+    made: ScratchTensor
+    digest: str
+    leaves: Sequence[bytes]
+
+
 @dataclass(slots=True)
 class LoadSession:
     """The state of one load: its configuration, reader, providers and ledger.
@@ -72,6 +87,7 @@ class LoadSession:
     scratch: Scratch
     evaluator: Evaluator
     provider: ResidentProvider = field(default_factory=HostProvider)
+    straight: ReadsStraight | None = None  # for a load onto a GPU
     ledger: LoadLedger = field(default_factory=LoadLedger)
     book: RecipeBook = field(default_factory=RecipeBook)
     ahead: Prefetcher = field(init=False)
@@ -90,7 +106,6 @@ class LoadSession:
     def close(self) -> None:
         """Wait for reads in progress, and release residents that were found but not installed."""
         self.reader.abandon()
-        self.provider.close()
         self.ahead.close()
         self.lookup.close()
 
@@ -113,8 +128,11 @@ class LoadSession:
         if block is None:
             block = self.scratch.take(view.storage.nbytes)
             self.evaluator.fill(view, block[: view.storage.nbytes])
-        self.ahead.begin(self.plan.must_be_read)
+        self._read_ahead()
         return ScratchTensor(block, as_view(block[: view.storage.nbytes], view))
+
+    def _read_ahead(self) -> None:
+        self.ahead.begin(lambda each: self.plan.must_be_read(each) and self._unread(each) is None)
 
     def give_back(self, made: ScratchTensor | None) -> None:
         """Return the scratch memory of `made` to the pool; do nothing for None."""
@@ -147,7 +165,8 @@ class LoadSession:
         """
         if made is None:
             self.lookup.find(parameters)
-        small: list[tuple[DeferredParameter, ScratchTensor, str]] = []
+        unread: list[tuple[DeferredParameter, UnreadTensor]] = []
+        missed: list[DeferredParameter] = []
         for each in parameters:
             if each.installed:
                 continue
@@ -155,29 +174,86 @@ class LoadSession:
             if reason is not None:
                 content = None if made is None else made.tensor
                 self.memory.keep_private(each, reason, content)
-                continue
-            missed = self._share_one(each, made)
+            elif made is not None or not self._share_known(each):
+                one = self._unread(each) if made is None else None
+                if one is None:
+                    missed.append(each)
+                    continue
+                unread = self._with_room_for(each, unread)
+                unread.append((each, one))
+        self._read_straight(unread)
+        self._share_missed(missed, made)
+
+    def _share_missed(
+        self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
+    ) -> None:
+        """Compute tensors in host memory, and share them by their content."""
+        small: list[Missed] = []
+        for each in parameters:
+            missed = self._share_by_content(each, made)
             if missed is None:
                 continue
             if each.nbytes >= self.provider.own_slab_bytes or made is not None:
-                self._publish([(each, *missed)], borrowed=made is None)
+                self._publish([missed], borrowed=made is None)
                 continue
-            small.append((each, *missed))
-            if sum(one.nbytes for one, _, _ in small) >= self.provider.batch_bytes:
+            small.append(missed)
+            if sum(one.parameter.nbytes for one in small) >= self.provider.batch_bytes:
                 self._publish(small, borrowed=True)
                 small = []
         self._publish(small, borrowed=True)
 
-    def _share_one(
-        self, each: DeferredParameter, made: ScratchTensor | None
-    ) -> tuple[ScratchTensor, str] | None:
-        """Install a resident with these bytes, or return the bytes and their digest on a miss."""
-        if made is None:
-            resident = self.lookup.take(each)
-            if resident is not None:
-                self._install_checked(each, resident)
-                return None
-        return self._share_by_content(each, made)
+    def _share_known(self, each: DeferredParameter) -> bool:
+        """Install a tensor that is known by its recipe, or of which others have known parts."""
+        resident = self.lookup.take(each)
+        if resident is not None:
+            self._install_checked(each, resident)
+            return True
+        return self._share_known_contents(each)
+
+    def _unread(self, each: DeferredParameter) -> UnreadTensor | None:
+        """Describe a tensor that goes straight from its files to the GPU; None: it does not."""
+        if self.straight is None or self.config.hash_algorithm != "blake3":
+            return None
+        # What is compared is needed in host memory.
+        if self.config.verifies_bytes or self.config.audit or self.ahead.has(each):
+            return None
+        return unread_tensor(each, self.evaluator, self.reader, self.lookup.key)
+
+    def _with_room_for(
+        self,
+        each: DeferredParameter,
+        unread: list[tuple[DeferredParameter, UnreadTensor]],
+    ) -> list[tuple[DeferredParameter, UnreadTensor]]:
+        """Read what was collected, unless one more tensor fits; return what is still to be read."""
+        assert self.straight is not None
+        size = sum(one.nbytes for one, _ in unread)
+        if not unread or size + each.nbytes <= self.straight.round_bytes:
+            return unread
+        self._read_straight(unread)
+        return []
+
+    def _read_straight(self, unread: Sequence[tuple[DeferredParameter, UnreadTensor]]) -> None:
+        """Read tensors from their files to the GPU, and install them.
+
+        Raises:
+            StaleHintError: What was read is not what was remembered.
+        """
+        if not unread or self.straight is None:
+            return
+        began = time.perf_counter()
+        try:
+            found = self.straight.build_unread([one for _, one in unread])
+        except SharedMemoryError as error:
+            # There may be room for those of which nobody has the bytes.
+            _log.debug("read into host memory first: %s", str(error))
+            self._share_missed([each for each, _ in unread])
+            return
+        finally:
+            self.reader.counters.read_seconds += time.perf_counter() - began
+        for (each, _), (resident, made) in zip(unread, found, strict=True):
+            self.memory.install(each, resident, made=made)
+            self.lookup.note(each, resident)
+            self._note_contents(each, resident)
 
     def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Install a hit by recipe, compared first where verify_bytes or audit ask for it."""
@@ -205,9 +281,8 @@ class LoadSession:
 
     def _share_by_content(
         self, each: DeferredParameter, made: ScratchTensor | None
-    ) -> tuple[ScratchTensor, str] | None:
-        if made is None and self._share_known_contents(each):
-            return None
+    ) -> Missed | None:
+        """Install a resident with these bytes; return the bytes and their digests on a miss."""
         if made is None and (source := self._streamed_source(each)) is not None:
             self._stream(each, source)
             return None
@@ -217,11 +292,12 @@ class LoadSession:
             self._give_back_own(here, made)
             return None
         source = whole_source(each.require_view())
+        leaves: list[bytes] = []
         known = source.digest if source is not None else None
-        name = known if known is not None else self.reader.digest_of(here.tensor)
+        name = known if known is not None else self.reader.digest_of(here.tensor, leaves)
         resident = self.provider.by_content(key_anywhere(here.tensor, name))
         if resident is None:
-            return here, name
+            return Missed(each, here, name, leaves)
         if self.checks.agrees(resident, here.tensor):
             self.lookup.note(each, resident)
             self.memory.install(each, resident)
@@ -291,7 +367,7 @@ class LoadSession:
         except SharedMemoryError as error:
             self.memory.keep_private(each, str(error))
             return
-        self.ahead.begin(self.plan.must_be_read)
+        self._read_ahead()
         self._note_contents(each, first)
         if not made and not self.checks.agrees(first, tensor := resident.seen()):
             self.memory.keep_private(each, NotShared.COLLISION, tensor)
@@ -303,20 +379,21 @@ class LoadSession:
         if here is not lent:
             self.give_back(here)
 
-    def _publish(
-        self, missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]], *, borrowed: bool
-    ) -> None:
+    def _publish(self, missed: Sequence[Missed], *, borrowed: bool) -> None:
         if not missed:
             return
         wanted = [
-            ResidentRequest(self.lookup.key(each), made.tensor, name) for each, made, name in missed
+            ResidentRequest(
+                self.lookup.key(one.parameter), one.made.tensor, one.digest, leaves=one.leaves
+            )
+            for one in missed
         ]
         try:
             residents = self.provider.get_or_build(wanted)
         except SharedMemoryError as error:
             self._publish_nothing(missed, str(error), borrowed=borrowed)
             return
-        for (each, made, _), (resident, new) in zip(missed, residents, strict=True):
+        for (each, made, _, _), (resident, new) in zip(missed, residents, strict=True):
             # Somebody may have come first, be it another tensor of this very call.
             if self.checks.agrees(resident, made.tensor, new=new):
                 self.memory.install(each, resident, made=new)
@@ -327,15 +404,9 @@ class LoadSession:
             if borrowed:
                 self.give_back(made)
 
-    def _publish_nothing(
-        self,
-        missed: Sequence[tuple[DeferredParameter, ScratchTensor, str]],
-        reason: str,
-        *,
-        borrowed: bool,
-    ) -> None:
+    def _publish_nothing(self, missed: Sequence[Missed], reason: str, *, borrowed: bool) -> None:
         """Keep tensors private for lack of shared memory; the model loads all the same."""
-        for each, made, _ in missed:
+        for each, made, _, _ in missed:
             self.memory.keep_private(each, reason, made.tensor)
             if borrowed:
                 self.give_back(made)

@@ -20,7 +20,7 @@ from weakref import WeakSet
 from torch import nn
 
 from tensor_dedup.digest import stream, submit
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader.cuda.blocks import spare_descriptors
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.not_shared import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,

@@ -18,7 +18,7 @@ import torch
 
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES
 from tensor_dedup.loader.post_load.batch import content_recipe
 from tensor_dedup.loader.post_load.known_leaves import read_leaves
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes

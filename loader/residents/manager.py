@@ -72,13 +72,14 @@ class ResidentRequest:
     """A tensor to make resident: its recipe, the tensor and its digest.
 
     If the tensor is mapped from a file, `read(into, offset)` fills a buffer with the tensor's bytes
-    from the file.
+    from the file. `leaves` are the tensor's leaf digests, or are empty if they are not known.
     """
 
     recipe: str
     tensor: torch.Tensor
     digest: str
     read: ReadInto | None = field(default=None, compare=False)
+    leaves: Sequence[bytes] = field(default=(), compare=False)
 
     @property
     def key(self) -> ResidentKey:

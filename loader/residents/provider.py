@@ -162,9 +162,6 @@ class ResidentProvider(Protocol):
     def reason(self, name: str) -> str | None:
         """Return why the tensor `name` must stay private, or None if it can be shared."""
 
-    def close(self) -> None:
-        """Free the buffers that the provider has allocated for the load."""
-
 
 @dataclass(slots=True)
 class HostProvider:
@@ -365,9 +362,6 @@ class HostProvider:
 
     def reason(self, name: str) -> str | None:
         """Return None. Every tensor can be shared, because a write copies the memory page."""
-
-    def close(self) -> None:
-        """Do nothing, because nothing is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tensor_dedup.digest import digest
+from tensor_dedup.digest import digest, submit
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.mappings import (
     DEVICE_MAPPINGS,
@@ -149,17 +149,25 @@ def copied_part(
     return into
 
 
-def digest_of(tensor: torch.Tensor, algorithm: str = "blake3") -> str:
+def digest_of(
+    tensor: torch.Tensor, algorithm: str = "blake3", leaves: list[bytes] | None = None
+) -> str:
     """Return the digest of a gap-free tensor's bytes in memory order, on any device.
 
-    A tensor on another device is copied to the host first, on torch's current stream there. Safe
-    from any thread.
+    If the list `leaves` is given, the leaf digests are added to it, as `digest.submit` does. A
+    tensor on another device is copied to the host first, on torch's current stream there. Safe from
+    any thread.
 
     Raises:
         ConfigError: The algorithm does not exist.
         UnsupportedError: The tensor has gaps.
     """
-    return digest(tensor_bytes(tensor.cpu()), algorithm)
+    data = tensor_bytes(tensor.cpu())
+    return (
+        digest(data, algorithm)
+        if leaves is None
+        else submit(data, algorithm, None, leaves).result()
+    )
 
 
 def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:

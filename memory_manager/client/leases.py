@@ -47,9 +47,10 @@ class SharedSlab:
     process its own copy of the page.
     """
 
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, number: int = 0) -> None:
         self.nbytes: Final = nbytes
         self.fileno: Final = fd
+        self.number: Final = number  # to the manager from which it came
         self.leases: WeakBag[Lease] = WeakBag()
         weakref.finalize(self, os.close, fd).atexit = False
 
@@ -136,7 +137,7 @@ class SlabTable:
         for ref, fd in zip(refs, descriptors, strict=True):
             slab = self._slabs.get(ref.slab)
             if slab is None:
-                slab = self._slabs[ref.slab] = SharedSlab(fd, ref.nbytes)
+                slab = self._slabs[ref.slab] = SharedSlab(fd, ref.nbytes, ref.slab)
                 self._all.add(slab)
             else:
                 os.close(fd)

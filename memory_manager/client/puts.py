@@ -161,6 +161,7 @@ class Put:
         self._fd = -1
         self._close_fd: weakref.finalize[[int], Put] | None = None
         self._nbytes = 0
+        self._slab = -1
         self._sizes: tuple[int, ...] = ()
         self._offsets: tuple[int, ...] = ()
         self.number: Final = number
@@ -238,7 +239,7 @@ class Put:
         names = digests if digests is not None else [""] * len(sizes)
         pieces = [PutPiece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
         reply, [fd] = self._connection.ask(Allocate(self.number, pieces), Allocated)
-        self._fd, self._nbytes = fd, reply.slab.nbytes
+        self._fd, self._nbytes, self._slab = fd, reply.slab.nbytes, reply.slab.slab
         self._close_fd = weakref.finalize(self, os.close, fd)  # for who forgets the context
         self._close_fd.atexit = False
         self._sizes, self._offsets = tuple(sizes), tuple(reply.offsets)
@@ -315,6 +316,13 @@ class Put:
         if len(found) != len(self._sizes):
             raise ProtocolError("tensors that were sealed just now are not resident")
         return found
+
+    def has_sealed(self, lease: Lease) -> bool:
+        """Return whether the tensor of `lease`, a result of `seal`, lies in this put's slab.
+
+        Otherwise another client has put equal bytes first.
+        """
+        return lease.slab.number == self._slab
 
     def publish(
         self, key: str, record: bytes, digests: Sequence[str], also: Sequence[str] = ()

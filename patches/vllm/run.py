@@ -146,9 +146,15 @@ class LoadRun:
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
         evaluator = Evaluator(reader, scratch)
-        provider = _provider_for(config, name, gpu)
         self._gpu = gpu
-        self.session = LoadSession(config, reader, scratch, evaluator, provider)
+        provider: ResidentProvider
+        straight = None
+        if gpu is None:
+            provider = host_provider_for(config.memory_manager, name)
+        else:
+            manager = device_manager_residents(config.memory_manager, name, gpu.gpu)
+            provider = straight = GpuProvider(gpu, manager)
+        self.session = LoadSession(config, reader, scratch, evaluator, provider, straight)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0
         self.uninitialised = UninitialisedStorages()
@@ -522,12 +528,6 @@ class LoadRun:
             report.skipped.append((BETWEEN_PROCESSES, reason))
         if self.session.provider.not_by_leaf is not None:
             report.skipped.append((BY_LEAF, self.session.provider.not_by_leaf))
-
-
-def _provider_for(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:
-    if gpu is not None:
-        return GpuProvider(gpu, device_manager_residents(config.memory_manager, name, gpu.gpu))
-    return host_provider_for(config.memory_manager, name)
 
 
 def _dtype(source: SourceTensor) -> torch.dtype:

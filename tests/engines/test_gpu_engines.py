@@ -6,6 +6,7 @@ and a write to one would end this process.
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,17 +30,21 @@ from gpu_runs import gpus
 from gpu_runs.fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_runs.gpu_loads import Lender, key_of, weights
 from manager_runs import managers
-from models import quantised
+from models import leaf_tunes, quantised
 from models import tiny_checkpoints as checkpoints
 from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
+from tensor_dedup.loader.checkpoint_io.sources import SourceFile
 from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
 from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS, RING
+from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.not_shared import WhyRead
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
@@ -49,6 +54,7 @@ from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
+from tensor_dedup.types import TensorSpec
 from vllm_runs import engines, loads, plain, shared
 
 pytestmark = pytest.mark.vllm
@@ -195,6 +201,113 @@ def test_the_report_says_which_tensors_of_a_known_model_were_read_and_why(
         assert set(found := reads(base)) == {WhyRead.NOT_RESIDENT}
         assert found[WhyRead.NOT_RESIDENT] > 0.95 * every[0]
         kept.clear()
+
+
+def large_llama(folder: Path, rows: int) -> Path:
+    """Fused tensors whose parts begin at leaves, and an embedding of so many rows in blocks."""
+    torch.manual_seed(3)
+    config = hf.LlamaConfig(
+        vocab_size=rows,
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+    )
+    model = hf.LlamaForCausalLM(config).to(torch.bfloat16)
+    return checkpoints.save(model, folder)
+
+
+def test_a_first_load_reads_hashes_and_copies_each_byte_once(tmp_path: Path) -> None:
+    """Counted, with copies that are made as late as CUDA allows."""
+    rows = 20_001  # which vLLM pads to 20,032
+    path = large_llama(tmp_path / "large", rows)
+    nbytes = checkpoints.nbytes(path)
+    engines.leave_alone(path / checkpoints.WEIGHTS)
+    driver = gpus.Full(late=True)
+    scratch: list[int] = []
+    with loads.prepared(path):
+        copy = checkpoints.same(path, tmp_path / "copy")  # of which nothing becomes known
+        expected = loads.load(copy, {"cpu_weights": "plain"}).parameters()
+    with on(driver) as gpu, loads.prepared(path):
+        with mock.patch.object(Scratch, "take", side_effect=scratch.append):
+            model = loads.load(path, {})
+        last = engines.last_report()
+        finals = sum(p.nbytes for p in {id(p): p for p in model.module.parameters()}.values())
+        assert model.parameters() == expected
+        assert set(accesses_of(model, driver)) == {Access.READ}
+        traffic = Counter(driver.traffic)
+        assert (last.bytes_read, traffic["copy_in"]) == (nbytes, finals)
+        assert traffic["copy_out"] == traffic["copy"] == 0
+        assert scratch == []
+        assert traffic["page_lock"] <= RING.nbytes <= MOST_BUFFERS * BUFFER_BYTES
+        assert traffic["synchronize"] == 0
+        # The last rows of an embedding and of a head, and the zeros behind them, are in one leaf.
+        padding, rest = (finals - nbytes) // 2, rows * 2048 % LEAF_BYTES
+        assert padding
+        assert last.bytes_hashed == nbytes + 2 * (padding + rest)
+        # The same again, and known: nothing of it moves.
+        again = loads.load(path, {})
+        last = engines.last_report()
+        assert (last.bytes_read, last.bytes_hashed) == (0, 0)
+        assert driver.traffic["copy_in"] == finals
+        assert again.parameters() == expected
+        del model, again
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        gc.collect()
+    _GPUS.clear()
+    assert (driver.left(), gpus.in_use()) == ({}, 0)
+
+
+def accesses_of(model: loads.Model, driver: FakeDriver) -> list[Access]:
+    return [driver.access(p.data_ptr()) for p in model.module.parameters() if p.numel()]
+
+
+def test_a_file_that_ends_early_leaves_nothing_on_the_gpu(
+    driver: gpus.Full,
+    tmp_path: Path,
+    llama: checkpoints.Pair,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = checkpoints.same(llama.base, tmp_path / "cut")
+    with on(driver) as gpu, loads.prepared(llama.base):
+        fill = SourceFile._read
+
+        def short(file: SourceFile, part: memoryview, spec: TensorSpec, offset: int) -> int:
+            return 0 if "down_proj" in spec.name else fill(file, part, spec, offset)
+
+        with mock.patch.object(SourceFile, "_read", short):
+            model = loads.load(path, {})
+        assert f"{path / checkpoints.WEIGHTS}: tensor" in caplog.text
+        assert "truncated while it was open" in caplog.text
+        # vLLM has loaded it by itself.
+        assert DEVICES.known(next(model.module.parameters())) is None
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        assert gpus.in_use() == 0
+
+
+def test_a_remembered_digest_that_is_wrong_is_noticed_while_it_is_uploaded(
+    driver: gpus.Full, tmp_path: Path, llama: checkpoints.Pair
+) -> None:
+    path = checkpoints.same(llama.base, tmp_path / "forged")
+    engines.leave_alone(path / checkpoints.WEIGHTS)
+    with on(driver) as gpu, loads.prepared(llama.base):
+        first = loads.load(path, {})
+        expected = first.parameters()
+        del first
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        names = ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight")
+        leaf_tunes.forge(path, *(leaf_tunes.whole(path, name) for name in names))
+        found = loads.load(path, {})
+        # The load begins again without hints.
+        assert found.parameters() == expected
+        assert not engines.last_report().known
+        del found
 
 
 def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(

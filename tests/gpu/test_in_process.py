@@ -153,7 +153,7 @@ def test_memory_that_torch_keeps_for_later_makes_room() -> None:
     assert torch.cuda.mem_get_info()[0] < 1 << 30, "torch keeps it"
     mine = torch.ones(1 << 28)  # 1 GiB
     wanted = DeviceRequest("", gpu_world.key_of(mine), mine.nbytes, copy_of(mine, shared.gpu))
-    seen = Views(KIND).tensor(LocalDevice(shared.gpu).put([wanted])[0])
+    seen = Views(KIND).tensor(LocalDevice(shared.gpu).put([wanted])[0][0])
     assert bool((seen == 1).all())
     del seen
     gc.collect()

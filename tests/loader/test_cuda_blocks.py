@@ -401,13 +401,15 @@ def test_two_that_build_at_once_put_each_block_once(device: gpus.GpuManager) -> 
         each.join()
 
 
-@pytest.mark.parametrize("blocks", [0, 1, 3])
+@pytest.mark.parametrize(("mapped", "left_behind"), [(0, 0), (3, 0), (4, BASE.nbytes)])
 def test_a_builder_killed_in_the_middle_leaves_whole_blocks_or_none(
-    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, blocks: int
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, mapped: int, left_behind: int
 ) -> None:
+    """The four blocks are mapped to be written, all at the same time, and then to be read."""
+
     def doomed(state: State) -> None:
         one = cast("SleepyEngine", state["engine"])
-        left = [blocks]
+        left = [mapped]
         call = one.fake.map
 
         def deadly(*arguments: int) -> None:
@@ -425,7 +427,7 @@ def test_a_builder_killed_in_the_middle_leaves_whole_blocks_or_none(
         actor.step()
     managers.until(lambda: device.overview().totals.builds == 0)
     managers.until(lambda: device.overview().totals.leases == 0)
-    assert on_gpu(device) == blocks * BLOCK_BYTES
+    assert on_gpu(device) == left_behind
     other = engine(TUNE, BASE)
     assert other.is_right()
     assert on_gpu(device) == BASE.nbytes + BLOCK_BYTES
@@ -464,7 +466,6 @@ def test_slabs_larger_than_blocks_are_whole_and_it_is_said(folder: Path) -> None
         assert len(made.slabs) == 1
         assert "--handle" in (provider.not_by_leaf or "")
         assert torch.equal(provider.map(made), BASE)
-        provider.close()
         del made, provider
         one.close()
         del device
@@ -505,7 +506,6 @@ def test_a_load_of_vllm_uploads_what_differs(
         assert (new, made.leaf_shared_bytes, provider.not_by_leaf) == (True, shared, None)
         process.tensors.append(provider.map(made))
         process.wanted.append(tensor)
-        provider.close()
         # Another load of this process finds it, as does one that knows the recipe only.
         assert provider.by_content(key_of(tensor)) is made
         del made, provider

@@ -41,7 +41,8 @@ class Process:
 
     def model(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         views = Views(CPU)
-        return [views.tensor(each) for each in self.local.put([self.wanted(t) for t in tensors])]
+        made = self.local.put([self.wanted(t) for t in tensors])
+        return [views.tensor(each) for each, _ in made]
 
 
 @pytest.fixture
@@ -98,12 +99,13 @@ def test_a_digest_may_become_known_while_writing(process: Process) -> None:
     each = process.wanted(weights(1))
 
     def write(address: int) -> str:
-        each.write(address)
+        copy_of(weights(1), process.gpu)(address)
         return each.key.digest
 
-    [made] = process.local.put([replace(each, key=replace(each.key, digest=""), write=write)])
-    assert made.key == each.key
-    assert process.local.put([each]) == [made]
+    unknown = replace(each, key=replace(each.key, digest=""), content=write)
+    [(made, new)] = process.local.put([unknown])
+    assert (made.key, new) == (each.key, True)
+    assert process.local.put([each]) == [(made, False)]
 
 
 @pytest.mark.parametrize("number", range(1, 10))
