@@ -31,7 +31,7 @@ from tensor_dedup.loader.cuda.blocks import (
     spare_descriptors,
     too_many,
 )
-from tensor_dedup.loader.cuda.new_slabs import NewTensor, write_slabs
+from tensor_dedup.loader.cuda.new_slabs import SlabTensor, write_slabs
 from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
 from tensor_dedup.loader.residents.lent import record_of
@@ -118,7 +118,7 @@ class DeviceMemory:
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
             fd, nbytes, offsets = put.place
             wanted = [requests[key] for key, _ in slots]
-            new = [NewTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
+            new = [SlabTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
             slab = MappedExtent(fd, nbytes, 0), offsets, new
             [found] = write_slabs(self.gpu, self.opener, [slab], put.progress)
             return [e.written(digest).digest for e, digest in zip(wanted, found, strict=True)]

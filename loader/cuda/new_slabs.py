@@ -36,7 +36,7 @@ ROUND_BYTES: Final = 256 << 20
 
 
 @dataclass(eq=False, slots=True)
-class NewTensor:
+class SlabTensor:
     """A tensor, or a block of one, that is to be resident on a GPU. For one thread.
 
     - `content` is the tensor in host memory, files or GPU memory, or a function that writes all of
@@ -113,7 +113,7 @@ class NewSlab(Protocol):
 def write_slabs(
     gpu: Gpu,
     opener: Opener,
-    slabs: Sequence[tuple[MappedExtent, Sequence[int], Sequence[NewTensor]]],
+    slabs: Sequence[tuple[MappedExtent, Sequence[int], Sequence[SlabTensor]]],
     progress: Callable[[], object] | None = None,
 ) -> list[list[str]]:
     """Write tensors to their offsets in slabs, which `opener` maps.
@@ -158,12 +158,12 @@ def _wait(begun: Sequence[DeviceTransfer], progress: Callable[[], object] | None
 class Look(Protocol):
     """A function that sets `resident` of those tensors of which there is one, by their keys."""
 
-    def __call__(self, tensors: Sequence[NewTensor], /) -> object: ...
+    def __call__(self, tensors: Sequence[SlabTensor], /) -> object: ...
 
 
 def make_resident(
     gpu: Gpu,
-    tensors: Sequence[NewTensor],
+    tensors: Sequence[SlabTensor],
     memories: Sequence[Callable[[Sequence[int]], NewSlab | None]],
     look: Look,
 ) -> None:
@@ -180,7 +180,7 @@ def make_resident(
         BackendError: There is no room, or the driver refuses.
         ChangedFileError, OSError: A file cannot be read.
     """
-    first: dict[ResidentKey, NewTensor] = {}
+    first: dict[ResidentKey, SlabTensor] = {}
     missing = []
     for each in tensors:
         if each.resident is None and (
@@ -197,14 +197,14 @@ def make_resident(
 
 def _write_round(
     gpu: Gpu,
-    slabs: Sequence[list[NewTensor]],
+    slabs: Sequence[list[SlabTensor]],
     open_slab: Callable[[Sequence[int]], NewSlab | None],
     look: Look,
-) -> list[list[NewTensor]]:
+) -> list[list[SlabTensor]]:
     """Write these slabs at the same time, and return those that this memory did not take."""
     with ExitStack() as stack:
 
-        def opened(tensors: list[NewTensor]) -> NewSlab | None:
+        def opened(tensors: list[SlabTensor]) -> NewSlab | None:
             slab = open_slab([each.nbytes for each in tensors])
             if slab is not None:
                 stack.callback(slab.abandon)
@@ -224,11 +224,11 @@ def _write_round(
         return rest + [tensors for slab, tensors in wanted if not _sealed(slab, tensors)]
 
 
-_Filled = tuple[NewSlab, list[NewTensor]]
+_Filled = tuple[NewSlab, list[SlabTensor]]
 
 
 def _without_found(
-    gpu: Gpu, written: Sequence[_Filled], opened: Callable[[list[NewTensor]], NewSlab | None]
+    gpu: Gpu, written: Sequence[_Filled], opened: Callable[[list[SlabTensor]], NewSlab | None]
 ) -> list[_Filled]:
     """Return slabs with what was written and has no resident, without those that were found.
 
@@ -240,7 +240,7 @@ def _without_found(
     if not mixed:
         return whole
     opener = mixed[0][0].opener
-    moving: dict[NewTensor, NewTensor] = {}
+    moving: dict[SlabTensor, SlabTensor] = {}
     with gpu.writable([[slab.extent] for slab, _ in mixed], opener, _nothing) as addresses:
         for address, (slab, these) in zip(addresses, mixed, strict=True):
             for offset, each in zip(slab.offsets, these, strict=True):
@@ -270,7 +270,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _sealed(new: NewSlab, tensors: Sequence[NewTensor]) -> bool:
+def _sealed(new: NewSlab, tensors: Sequence[SlabTensor]) -> bool:
     """Make residents of the tensors of a slab; return False if it cannot be used."""
     made = new.seal([each.key for each in tensors])
     if made is None:
@@ -281,9 +281,9 @@ def _sealed(new: NewSlab, tensors: Sequence[NewTensor]) -> bool:
     return True
 
 
-def _slabs_of(tensors: Sequence[NewTensor]) -> Iterator[list[NewTensor]]:
+def _slabs_of(tensors: Sequence[SlabTensor]) -> Iterator[list[SlabTensor]]:
     """Group tensors into slabs: blocks and large tensors alone, and small ones together."""
-    small: list[NewTensor] = []
+    small: list[SlabTensor] = []
     for each in tensors:
         if each.is_block or each.nbytes >= OWN_SLAB_BYTES:
             yield [each]
@@ -296,9 +296,9 @@ def _slabs_of(tensors: Sequence[NewTensor]) -> Iterator[list[NewTensor]]:
         yield small
 
 
-def _rounds(slabs: Iterable[list[NewTensor]]) -> Iterator[list[list[NewTensor]]]:
+def _rounds(slabs: Iterable[list[SlabTensor]]) -> Iterator[list[list[SlabTensor]]]:
     """Group slabs into rounds of at most ROUND_BYTES, or of one larger slab."""
-    found: list[list[NewTensor]] = []
+    found: list[list[SlabTensor]] = []
     size = 0
     for slab in slabs:
         nbytes = sum(each.nbytes for each in slab)

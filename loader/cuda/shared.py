@@ -25,7 +25,7 @@ from tensor_dedup.loader.cuda.blocks import (
     is_block,
     may_be_in_blocks,
 )
-from tensor_dedup.loader.cuda.new_slabs import NewTensor, make_resident, write_slabs
+from tensor_dedup.loader.cuda.new_slabs import SlabTensor, make_resident, write_slabs
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import (
     DeviceContent,
@@ -237,16 +237,16 @@ class SharedGpu:
 
     def _new(
         self, each: UnreadTensor, manager: DeviceManagerResidents, log: BlockLog
-    ) -> list[NewTensor]:
+    ) -> list[SlabTensor]:
         blocks = blocks_of(each.content.nbytes)
         if blocks and manager.whole_only is None and log.admits(blocks):
             return _blocks_of(each.content)
-        return [NewTensor(each.content, each.geometry, 0, each.content.nbytes)]
+        return [SlabTensor(each.content, each.geometry, 0, each.content.nbytes)]
 
     def _learned(
         self,
         each: UnreadTensor,
-        made: Sequence[NewTensor],
+        made: Sequence[SlabTensor],
         manager: DeviceManagerResidents,
         log: BlockLog,
     ) -> tuple[DeviceResident, bool]:
@@ -272,7 +272,7 @@ class SharedGpu:
         return self.enter(known, one.resident), one.written
 
     def _make_resident(
-        self, tensors: Sequence[NewTensor], manager: DeviceManagerResidents, log: BlockLog
+        self, tensors: Sequence[SlabTensor], manager: DeviceManagerResidents, log: BlockLog
     ) -> bool:
         """Write what has no resident into new slabs, the manager's where it has room.
 
@@ -300,7 +300,7 @@ class SharedGpu:
             return False
         return True
 
-    def _look(self, tensors: Sequence[NewTensor], manager: DeviceManagerResidents) -> None:
+    def _look(self, tensors: Sequence[SlabTensor], manager: DeviceManagerResidents) -> None:
         """Set `resident` of those tensors that are resident, in this process or the manager."""
         for each in tensors:
             each.resident = self._here(each.key)
@@ -319,7 +319,7 @@ class SharedGpu:
     def _joined(
         self,
         key: ResidentKey,
-        blocks: Sequence[NewTensor],
+        blocks: Sequence[SlabTensor],
         leaves: Sequence[bytes],
         log: BlockLog,
     ) -> TensorInBlocks | None:
@@ -430,7 +430,7 @@ class _LargerError(Exception):
 
 def _blocks_of(
     content: HostContent | DeviceContent, leaves: Sequence[bytes] | None = None
-) -> list[NewTensor]:
+) -> list[SlabTensor]:
     """Return the blocks of a tensor, with their keys if its leaf digests are known."""
     nbytes = content.nbytes
     places = [(at, min(at + BLOCK_BYTES, nbytes)) for at in range(0, nbytes, BLOCK_BYTES)]
@@ -440,12 +440,12 @@ def _blocks_of(
         else block_keys(nbytes, leaves)
     )
     return [
-        NewTensor(content, key, start, end, is_block=True)
+        SlabTensor(content, key, start, end, is_block=True)
         for key, (start, end) in zip(keys, places, strict=True)
     ]
 
 
-def _may_be_joined(blocks: Sequence[NewTensor]) -> bool:
+def _may_be_joined(blocks: Sequence[SlabTensor]) -> bool:
     """Return whether none of the blocks that are resident lies in a slab with other tensors."""
     return all(each.resident is None or is_block(each.resident) for each in blocks)
 
@@ -571,7 +571,7 @@ class LocalDevice:
 
     def _write(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
         slab = self.open_slab([each.nbytes for each in wanted])
-        new = [NewTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
+        new = [SlabTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
         [digests] = write_slabs(self.gpu, self.opener, [(slab.extent, slab.offsets, new)])
         keys = [each.written(digest) for each, digest in zip(wanted, digests, strict=True)]
         copies = [each.copy for each in wanted]

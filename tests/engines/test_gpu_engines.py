@@ -216,8 +216,8 @@ def large_llama(folder: Path, rows: int) -> Path:
         max_position_embeddings=512,
         tie_word_embeddings=False,
     )
-    model = hf.LlamaForCausalLM(config).to(torch.bfloat16)
-    return checkpoints.save(model, folder)
+    model: Any = hf.LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    return checkpoints.save(model.to(torch.bfloat16), folder)
 
 
 def test_a_first_load_reads_hashes_and_copies_each_byte_once(tmp_path: Path) -> None:
