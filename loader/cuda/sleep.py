@@ -39,14 +39,14 @@ from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.errors import RefusedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
 
     from tensor_dedup.loader.cuda.gpu import DeviceMapping
     from tensor_dedup.loader.cuda.openers import MappedExtent
     from tensor_dedup.loader.cuda.shared import SharedGpu
-    from tensor_dedup.memory_manager.client import Client
+    from tensor_dedup.memory_manager.client import Client, Lease
 
 _log = logging.getLogger(__name__)
 _SETTLE_S: Final = 1.0  # so long may memory stay on the GPU after the last user awake has gone
@@ -116,9 +116,8 @@ class SleepingModel:
             behind = (self._gpu.mapping_behind(tensor) for tensor in tensors)
             awake = dict.fromkeys(each for each in behind if each is not None and not each.asleep)
             waited = False  # once is enough: the model does not run
-            for mapping in awake:
+            for mapping, sleeping in self._stood_by(awake, report).items():
                 try:
-                    sleeping = self._stood_by(mapping)
                     try:
                         mapping.sleep(waited=waited)
                         waited = True
@@ -134,8 +133,36 @@ class SleepingModel:
             self._watch_on()
         return report
 
-    def _stood_by(self, mapping: DeviceMapping) -> SleepingMapping:
-        """Hold a mapping's memory otherwise than by its own residents."""
+    def _stood_by(
+        self, mappings: Iterable[DeviceMapping], report: SleepReport
+    ) -> dict[DeviceMapping, SleepingMapping]:
+        """Hold the memory of mappings otherwise than by their own residents.
+
+        Mappings for which that fails are left out, and `report` says why.
+        """
+        found: dict[DeviceMapping, SleepingMapping] = {}
+        residents: dict[SleepingSlab, list[DeviceResident]] = {}
+        for mapping in mappings:
+            try:
+                found[mapping], its = self._laid_out(mapping)
+                residents |= its
+            except UnsupportedError as error:
+                report.reasons.append(f"{mapping.nbytes} bytes: {_said(error)}")
+        why = "the manager has them elsewhere by now"
+        try:
+            self._standby.hold(residents)
+        except Exception as error:  # noqa: BLE001  # they stay mapped
+            why = _said(error)
+        for mapping, sleeping in list(found.items()):
+            if not all(slab.held for slab in sleeping.slabs):
+                report.reasons.append(f"{mapping.nbytes} bytes: {why}")
+                del found[mapping]
+        return found
+
+    def _laid_out(
+        self, mapping: DeviceMapping
+    ) -> tuple[SleepingMapping, dict[SleepingSlab, list[DeviceResident]]]:
+        """Return the slabs of a mapping, and the tensors in each."""
         residents = sorted(
             (each for each in mapping.owners() if isinstance(each, DeviceResident) and each.nbytes),
             key=lambda each: each.offset,
@@ -153,16 +180,15 @@ class SleepingModel:
         ]
         if not isinstance(first, TensorInBlocks):
             slab = SleepingSlab(first.slabs[0].nbytes, sleepers)
-            self._standby.hold({slab: residents})
-            return SleepingMapping(mapping, [slab])
+            return SleepingMapping(mapping, [slab]), {slab: residents}
         blocks: dict[str, tuple[SleepingSlab, DeviceResident]] = {}
         for each in first.blocks:
             if each.key.digest not in blocks:
                 tensors = [SleepingTensor(0, each.nbytes, ReplicaKey(each.key, 0))]
                 blocks[each.key.digest] = SleepingSlab(each.slabs[0].nbytes, tensors), each
-        self._standby.hold({slab: [block] for slab, block in blocks.values()})
         slabs = [blocks[each.key.digest][0] for each in first.blocks]
-        return SleepingMapping(mapping, slabs, (sleepers[0].known, first.leaves))
+        whole = sleepers[0].known, first.leaves
+        return SleepingMapping(mapping, slabs, whole), {s: [block] for s, block in blocks.values()}
 
     def settle(self) -> list[str]:
         """Copy sleeping slabs that no model awake uses any more from the GPU to host memory.
@@ -268,7 +294,7 @@ class SleepingModel:
 
         Raises:
             MemoryManagerError: The GPU has no room, or its driver refuses.
-            SharedMemoryError: The copies in host memory cannot be mapped.
+            OSError: The copies in host memory cannot be read.
         """
         done = 0
         self._waking.set()
@@ -279,15 +305,7 @@ class SleepingModel:
                 while self._mappings:
                     batch = self._next_to_wake()
                     found = self._memory_of(batch)
-                    for sleeping in batch:
-                        try:
-                            self._wake(sleeping, found)
-                        finally:
-                            if not sleeping.mapping.asleep:
-                                self._mappings.pop()
-                                for slab in sleeping.slabs:
-                                    slab.asleep = False
-                                done += sleeping.mapping.nbytes
+                    done += self._wake(batch, found)
             finally:
                 self._watch_on()  # for what sleeps on
         return done
@@ -322,19 +340,36 @@ class SleepingModel:
         return found
 
     def _wake(
+        self, batch: Sequence[SleepingMapping], found: dict[SleepingSlab, list[DeviceResident]]
+    ) -> int:
+        """Map the last mappings again, in the order of `batch`; return how many bytes."""
+        done = 0
+        self._standby.say(_leases_of(batch), asleep=False)
+        try:
+            for sleeping in batch:
+                try:
+                    self._map(sleeping, found)
+                finally:
+                    if not sleeping.mapping.asleep:
+                        self._mappings.pop()
+                        for slab in sleeping.slabs:
+                            slab.asleep = False
+                        done += sleeping.mapping.nbytes
+        finally:
+            asleep = [each for each in batch if each.mapping.asleep]
+            self._standby.say(_leases_of(asleep), asleep=True)
+        return done
+
+    def _map(
         self, sleeping: SleepingMapping, found: dict[SleepingSlab, list[DeviceResident]]
     ) -> None:
         residents = sleeping.residents(found)
         memory = [found[slab][0].slabs[0] for slab in sleeping.slabs]
-        leases = [lease for slab in sleeping.each_slab() for lease in slab.leases]
-        self._standby.say(leases, asleep=False)
         try:
             extents = [each.extent for each in memory]
             sleeping.mapping.wake(extents, memory[0].opener, tuple(memory))
         finally:
-            if sleeping.mapping.asleep:
-                self._standby.say(leases, asleep=True)
-            else:
+            if not sleeping.mapping.asleep:
                 for known, resident in residents:
                     sleeping.mapping.hold(resident)
                     self._gpu.enter(known, resident)
@@ -358,6 +393,11 @@ class SleepingModel:
         if new:
             self._backup.restore(new, gpu.vmm())
         return found
+
+
+def _leases_of(mappings: Iterable[SleepingMapping]) -> list[Lease]:
+    """Return the leases on the GPU memory of mappings that is still there."""
+    return [lease for each in mappings for slab in each.each_slab() for lease in slab.leases]
 
 
 def _said(error: Exception) -> str:

@@ -57,11 +57,12 @@ class StandbyMemory:
 
         `residents` maps each slab to its tensors on the GPU.
 
-        - If the memory manager lends a slab, this takes stand-by leases on the tensors.
+        - If the memory manager lends a slab, this takes stand-by leases on the tensors. If it has
+          one of them in another slab by now, `held` stays empty.
         - If this process allocated a slab by itself, the residents keep it on the GPU.
 
         Raises:
-            MemoryManagerError: The manager does not answer, or now has a tensor in another slab.
+            MemoryManagerError: The manager does not answer. `held` of what it lends stays empty.
         """
         lent = []
         for slab, each in residents.items():
@@ -75,12 +76,14 @@ class StandbyMemory:
             raise BackendError("the memory manager that they are leased from does not answer")
         wanted = [each.digest for slab in lent for each in slab.tensors]
         leases = iter(self._device.lease(wanted, self._checkpoint))
-        for slab in lent:
-            held = self._as_laid_out(slab, [*islice(leases, len(slab.tensors))])
-            if held is None:
-                raise BackendError("the manager has them elsewhere by now")
-            slab.held = held
-        self._device.stand_by([lease for slab in lent for lease in slab.leases])
+        held = {
+            slab: self._as_laid_out(slab, [*islice(leases, len(slab.tensors))]) for slab in lent
+        }
+        found = {slab: its for slab, its in held.items() if its is not None}
+        standing = [each.lease for its in found.values() for each in its]
+        self._device.stand_by([lease for lease in standing if isinstance(lease, Lease)])
+        for slab, its in found.items():
+            slab.held = its
 
     def _as_laid_out(
         self, slab: SleepingSlab, leases: Sequence[Lease | None]

@@ -23,6 +23,7 @@ from manager_runs import managers
 from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import digest
 from tensor_dedup.loader.cuda import host_backup, sleeping_slabs, transfers
+from tensor_dedup.loader.cuda.sleep import SleepReport
 from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
 from tensor_dedup.memory_manager.client.puts import Put
 from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
@@ -602,7 +603,7 @@ def stand_by(state: State) -> None:
     one = _of(state)
     mapping = one.gpu.mapping_behind(one.tensors[0])
     assert mapping is not None
-    state["slab"] = one.model._stood_by(mapping)
+    state["slabs"] = one.model._stood_by([mapping], SleepReport())
 
 
 def copy_half(state: State) -> None:
