@@ -95,4 +95,5 @@ def test_the_hosts_half_hashes_all_bytes_once_and_parts_with_digests_twice(
     (line,) = [each for each in text.splitlines() if each.startswith("* ") and " / hash)" in each]
     assert line.startswith(f"* {host_half.TITLES['twice']}, of ")
     assert f"{1 + twice / (16 * host_half.MIB):.2f} / hash" in line
+    assert f"* {host_half.TITLES['woken']}, of reading alone: " in text
     assert not list(tmp_path.iterdir())
