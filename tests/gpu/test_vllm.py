@@ -61,7 +61,10 @@ def test_a_pair_answers_as_plain_engines_and_the_second_costs_what_differs(
 
     made = checkpoints.make("llama", tmp_path)
     models = answering_as_plain_ones(made.base, made.fine_tune, **WAYS[way])
-    assert not any(each.skipped for each in report().models[-3:])
+    loads = report().models[-3:]
+    assert not any(each.skipped for each in loads)
+    assert loads[1].bytes_read == 0, "what is resident was read again"
+    assert 0 < loads[2].bytes_read <= loads[0].bytes_read
     if way == SEGMENTS:
         snapshot: Any = torch.cuda.memory_snapshot
         assert any(each["is_expandable"] for each in snapshot())
