@@ -273,9 +273,9 @@ def lines(
     """Yield a table of the rates, and how much of the limit ours reaches."""
     rounds = len(meter.clock["ours"])
     yield (
-        f"{nbytes / MIB:.0f} MiB in the page cache, {rounds} rounds in random order; {cores} cores, "
-        f"of which {free:.1f} were free for this process. Copies to a GPU do nothing here: these "
-        "figures say nothing about a GPU."
+        f"{nbytes / MIB:.0f} MiB in the page cache, {rounds} rounds in random order; {cores} "
+        f"cores, of which {free:.1f} were free for this process. Copies to a GPU do nothing here: "
+        "these figures say nothing about a GPU."
     )
     yield from ("", "| | GB a second of one core | GB a second |", "| --- | --- | --- |")
     for name, title in TITLES.items():
