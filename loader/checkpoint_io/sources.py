@@ -386,6 +386,12 @@ class SourceReader:
             _, before = self.known_reads.get(id(source), (source, 0))
             self.known_reads[id(source)] = source, before + nbytes
 
+    def count(self, source: SourceTensor | None, nbytes: int) -> None:
+        """Count bytes that other code has read of `source`, or of none, and has hashed."""
+        self.counters.bytes_hashed += nbytes
+        if source is not None:
+            self._count(source, nbytes)
+
     def enter_read(self, source: SourceTensor, leaves: Sequence[bytes]) -> None:
         """Enter the leaf digests of `source`, which was read by other code, and count the read.
 

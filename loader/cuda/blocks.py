@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakSet
 
 import msgspec
+from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES, combine
 from tensor_dedup.errors import IntegrityError
@@ -46,6 +47,7 @@ BLOCKS_FROM: Final = 2 * BLOCK_BYTES
 # The record of a tensor has 32 bytes a leaf, and must fit the protocol (MAX_RECORD, 32 KiB), as its
 # blocks must (MAX_RECORD_DIGESTS, 128). What is larger is shared whole.
 _MOST_LEAVES: Final = 1008
+_NAME_CONTEXT: Final = "tensor-dedup block name v1"
 # Of the descriptors that this process may have; the rest is for whatever else runs in it.
 _USABLE: Final = 0.75
 
@@ -83,6 +85,30 @@ def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
         digest = combine(size, leaves[first : first + -(-size // LEAF_BYTES)])
         keys.append(bytes_key(size, digest))
     return keys
+
+
+def own_digests(nbytes: int, leaves: Sequence[bytes]) -> list[str]:
+    """Return the digest that each leaf of `nbytes` bytes has by itself, as hints have it.
+
+    `leaves` are the leaf digests.
+    """
+    sizes = (min(LEAF_BYTES, nbytes - at) for at in range(0, nbytes, LEAF_BYTES))
+    return [combine(size, [leaf]) for size, leaf in zip(sizes, leaves, strict=True)]
+
+
+def block_names(nbytes: int, own: Sequence[str]) -> list[str]:
+    """Return a name for each block of a tensor of `nbytes` bytes, by which equal blocks are found.
+
+    The names follow from `own`, the digests that the tensor's leaves have by themselves. So a block
+    can be looked up before it was read. A block's digest does not follow from them.
+    """
+    step = BLOCK_BYTES // LEAF_BYTES
+    names = []
+    for at in range(0, len(own), step):
+        size = min(BLOCK_BYTES, nbytes - at * LEAF_BYTES)
+        text = f"{size} {' '.join(own[at : at + step])}"
+        names.append(blake3(text.encode(), derive_key_context=_NAME_CONTEXT).hexdigest())
+    return names
 
 
 class TensorInBlocks(DeviceResident):
@@ -130,6 +156,13 @@ class TensorInBlocks(DeviceResident):
     def leaf_shared_bytes(self) -> int:
         """The number of the tensor's bytes that were resident before the load that built it."""
         return self._leaf_shared_bytes
+
+    def named_blocks(self) -> list[tuple[str, DeviceResident, tuple[bytes, ...]]]:
+        """Return the name of each block, the block, and its leaf digests."""
+        names = block_names(self.nbytes, own_digests(self.nbytes, self.leaves))
+        step = BLOCK_BYTES // LEAF_BYTES
+        leaves = (self.leaves[at : at + step] for at in range(0, len(self.leaves), step))
+        return [*zip(names, self.blocks, leaves, strict=True)]
 
 
 def is_block(resident: DeviceResident) -> bool:

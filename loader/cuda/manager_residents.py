@@ -261,9 +261,14 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
 
     def publish_whole(self, recipe: str, resident: DeviceResident) -> None:
         """Have `recipe` lead to `resident`, a whole tensor that the manager lends."""
-        if isinstance(resident.lease, Lease):
-            key = resident.key
+        if not isinstance(resident.lease, Lease):
+            return
+        key = resident.key
+        try:
             self.client.publish([self._key(recipe)], record_of(key), [key.digest])
+        except RefusedError as error:
+            # It is found by its digest all the same.
+            _log.debug("%s: not found by its recipe: %s", self.checkpoint, str(error))
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Publish which blocks `resident` consists of, so that other processes find it.
@@ -276,6 +281,7 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
             return
         record, digests = record_of_blocks(resident)
         keys = [self._content_key(resident.key), *([self._key(recipe)] if recipe else [])]
+        keys += [self._name_key(name) for name, _, _ in resident.named_blocks()]
         try:
             self.client.publish(keys, record, digests)
         except RefusedError as error:
@@ -283,6 +289,29 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
             _log.debug("%s: not found as a whole: %s", self.checkpoint, str(error))
             return
         self._remember(resident, keys, record, digests)
+
+    def blocks_named(
+        self, names: Sequence[str]
+    ) -> list[tuple[DeviceResident, tuple[bytes, ...]] | None]:
+        """Look up blocks of published tensors by name, in one batch.
+
+        Returns in order each block and its leaf digests, or None for each miss.
+        """
+        layers = self.client.get([self._name_key(name) for name in names], self.checkpoint)
+        return [
+            None if layer is None else self._block_named(name, layer)
+            for name, layer in zip(names, layers, strict=True)
+        ]
+
+    def _block_named(
+        self, name: str, layer: LayerFound
+    ) -> tuple[DeviceResident, tuple[bytes, ...]] | None:
+        composition = blocks_in(layer.record)
+        whole = None if composition is None else self._of_layer(layer, composition.key)
+        if not isinstance(whole, TensorInBlocks):
+            return None
+        named = (each for each in whole.named_blocks() if each[0] == name)
+        return next(((block, leaves) for _, block, leaves in named), None)
 
     def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> DeviceResident | None:
         """Return the resident of a layer: a whole tensor, or one in blocks."""
@@ -302,6 +331,9 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         except (IndexError, SlabUsageError, BackendError) as error:
             self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
             return None
+
+    def _name_key(self, name: str) -> str:
+        return self._key(f"block:{name}")
 
     def _content_key(self, key: ResidentKey) -> str:
         return self._key(f"blocks:{key}")
@@ -344,6 +376,14 @@ class DeviceManagerResidents(ManagerResidents[DeviceRequest, DeviceResident, Dev
         Does nothing if this process has allocated the memory.
         """
         self._ask(lambda session: session.publish_whole(recipe, resident))
+
+    def blocks_named(
+        self, names: Sequence[str]
+    ) -> list[tuple[DeviceResident, tuple[bytes, ...]] | None]:
+        """Look up blocks by name; return each with its leaf digests, or None for each miss."""
+        found: list[tuple[DeviceResident, tuple[bytes, ...]] | None] = []
+        self._ask(lambda session: found.extend(session.blocks_named(names)))
+        return found or [None] * len(names)
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Publish the list of blocks that `resident`, a large tensor, consists of.

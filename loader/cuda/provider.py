@@ -6,6 +6,7 @@ mapped read-only into the model. Each final tensor is on the GPU once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from tensor_dedup.loader.cuda.blocks import BlockLog, may_be_in_blocks
+from tensor_dedup.loader.cuda.known_blocks import KnownBlocks
 from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, ROUND_BYTES
 from tensor_dedup.loader.cuda.residents import DeviceContent, DeviceResident, Views
 from tensor_dedup.loader.cuda.transfers import HostContent, memory_part
+from tensor_dedup.loader.residents.partial import share_in_part
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.errors import BackendError
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.residents.provider import AnyResident
     from tensor_dedup.types import ResidentKey
 
+_log = logging.getLogger(__name__)
 # What engines write to while they run, or before they capture graphs: a write to a read-only page
 # ends the process's use of the GPU. By the last part of the name, without a leading underscore.
 _WRITTEN: Final = frozenset(
@@ -143,7 +147,18 @@ class GpuProvider:
     def share_known(
         self, tensor: KnownTensor, accept: Callable[[AnyResident], bool]
     ) -> tuple[AnyResident, bool] | None:
-        """Return None: no tensor is built from blocks of others before it was read."""
+        """Build a tensor of which others have blocks, and upload only the other blocks.
+
+        Returns the resident, and whether this call made it. Returns None if no block of it is
+        resident or known by its digests, if there is no room, or if it is not accepted. Errors of
+        reading and of `accept` are passed on.
+        """
+        try:
+            memory = KnownBlocks(self._gpu, self._manager, self._blocks)
+            return share_in_part(tensor, memory, accept)
+        except BackendError as error:
+            _log.debug("%s: not shared in part: %s", tensor.recipe, str(error))
+            return None  # met again, and said, on the ordinary way
 
     def note_contents(self, resident: AnyResident, contents: Sequence[Content]) -> None:
         """Do nothing: a tensor in blocks has its leaf digests."""

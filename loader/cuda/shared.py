@@ -76,6 +76,8 @@ class SharedGpu:
         self._local = LocalDevice(gpu)
         self._residents: WeakValueDictionary[ReplicaKey, DeviceResident] = WeakValueDictionary()
         self._blocks: WeakValueDictionary[str, DeviceResident] = WeakValueDictionary()  # by digest
+        self._named: WeakValueDictionary[str, DeviceResident] = WeakValueDictionary()
+        self._leaves: WeakKeyDictionary[DeviceResident, tuple[bytes, ...]] = WeakKeyDictionary()
         self._places: WeakValueDictionary[_Place, DeviceResident] = WeakValueDictionary()
         self._known: WeakKeyDictionary[DeviceResident, ReplicaKey] = WeakKeyDictionary()
         self.recipes: Final[WeakValueDictionary[str, DeviceResident]] = WeakValueDictionary()
@@ -300,6 +302,46 @@ class SharedGpu:
             return False
         return True
 
+    def blocks_named(
+        self, names: Sequence[str], manager: DeviceManagerResidents
+    ) -> list[tuple[DeviceResident, tuple[bytes, ...]] | None]:
+        """Look up blocks by name, in this process and then in the manager.
+
+        `blocks.block_names` returns names. Returns in order each block and its leaf digests, or
+        None for each miss.
+        """
+        with self._lock:
+            here = [self._named.get(name) for name in names]
+        missing = [name for name, block in zip(names, here, strict=True) if block is None]
+        lent = iter(manager.blocks_named(missing))
+        return [next(lent) if block is None else (block, self._leaves[block]) for block in here]
+
+    def build_known(
+        self,
+        key: ResidentKey,
+        content: HostContent,
+        found: dict[int, DeviceResident],
+        manager: DeviceManagerResidents,
+        log: BlockLog,
+    ) -> TensorInBlocks | None:
+        """Build a tensor of which some blocks are resident; upload only the others.
+
+        `found` maps numbers of blocks to residents, whose leaf digests `content` knows. The digest
+        of `key` is ignored. Returns the tensor, which nobody else can see yet, or None if it cannot
+        consist of blocks.
+
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses.
+        """
+        with self._lock:
+            blocks = _blocks_of(content)
+            for number, resident in found.items():
+                blocks[number].resident = resident
+            if not self._make_resident(blocks, manager, log):
+                return None
+            key = replace(key, digest=content.digest)
+            return self._joined(key, blocks, content.leaves, log)
+
     def _look(self, tensors: Sequence[SlabTensor], manager: DeviceManagerResidents) -> None:
         """Set `resident` of those tensors that are resident, in this process or the manager."""
         for each in tensors:
@@ -349,8 +391,10 @@ class SharedGpu:
             self._known[first] = known
             self._places[_place_of(first)] = first
             if isinstance(first, TensorInBlocks):
-                for block in first.blocks:
+                for name, block, leaves in first.named_blocks():
                     self._blocks.setdefault(block.key.digest, block)
+                    self._named.setdefault(name, block)
+                    self._leaves.setdefault(block, leaves)
             return first
 
     def block(self, digest: str) -> DeviceResident | None:

@@ -130,6 +130,10 @@ class HostContent:
         numbers = range(start // LEAF_BYTES, -(-end // LEAF_BYTES))
         return [self._leaves[number] for number in numbers]
 
+    def know(self, start: int, leaves: Sequence[bytes]) -> None:
+        """Enter the leaf digests of a range that is not uploaded; `start` is its first byte."""
+        self._leaves.update(enumerate(leaves, start // LEAF_BYTES))
+
     @property
     def digest(self) -> str:
         """The digest of the tensor. It is known when all of it was uploaded."""

@@ -6,6 +6,7 @@ read (`tensor_dedup.loader.residents.partial`).
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, NoReturn
 
 from tensor_dedup.digest import digest
@@ -58,17 +59,35 @@ def known_tensor(
         assert source is not None, "of zeros no single leaf is taken"
         raise_stale(source, found, "it", content.digest)
 
+    def fill(number: int, into: memoryview, offset: int) -> bytes | None:
+        source, _ = parts[number]
+        if source is not None:
+            return source.file.read_into(source.spec, into, offset)
+        zeros(into)
+        return None
+
+    def counted(number: int, nbytes: int) -> None:
+        source, _ = parts[number]
+        reader.count(source, nbytes)
+
     contents = [content for _, content in parts]
-    return KnownTensor(key(each), each.geometry, contents, read, reader.digest, differs)
+    return KnownTensor(
+        key(each), each.geometry, contents, read, reader.digest, differs, fill, counted
+    )
+
+
+def zeros(into: memoryview, _offset: int = 0) -> None:
+    """Fill a buffer with zeros."""
+    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)), 0, len(into))
 
 
 def _parts(each: DeferredParameter) -> list[tuple[SourceTensor | None, Content]] | None:
     """Return the source tensor of each part, or None for zeros, with its bytes; None if unknown."""
     found: list[tuple[SourceTensor | None, Content]] = []
-    for start, stop, source, zeros in parts_of(each.require_view()):
+    for start, stop, source, empty in parts_of(each.require_view()):
         if start == stop:  # padding of a vocabulary that needs none
             continue
-        if zeros:
+        if empty:
             found.append((None, Content(start, stop, digest(bytes(stop - start)), ())))
         elif source is None or source.digest is None:
             return None

@@ -6,13 +6,13 @@ host. The digests of the sources and of the tensor become known while it is uplo
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.cuda.residents import UnreadTensor
 from tensor_dedup.loader.cuda.transfers import HostContent, UploadPart
+from tensor_dedup.loader.deferred.known_contents import zeros
 from tensor_dedup.loader.torch_dtypes import has_name
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def unread_tensor(
     for start, stop, source, _ in ranges:
         if source is not None and start % LEAF_BYTES and not source.file.reads_any_range:
             return None
-        fill = _zeros if source is None else partial(source.file.read_into, source.spec)
+        fill = zeros if source is None else partial(source.file.read_into, source.spec)
         part = UploadPart(start, stop - start, fill, has_leaves=source is not None)
         parts.append(_SourcePart(part, source))
     content = HostContent(each.nbytes, [part for part, _ in parts])
@@ -86,7 +86,3 @@ def unread_tensor(
         return recipe(each)
 
     return UnreadTensor(each.geometry, content, learned)
-
-
-def _zeros(into: memoryview, _: int) -> None:
-    ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)), 0, len(into))

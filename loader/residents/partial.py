@@ -63,6 +63,10 @@ class Unit(NamedTuple):
     leaf: int | None
 
 
+def _uncounted(_number: int, _nbytes: int) -> None:
+    """Count nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownTensor:
     """A tensor whose bytes are known by digest before they are read.
@@ -78,6 +82,9 @@ class KnownTensor:
     - `differs(number, found)` is called if content `number` has the digest `found` and not its own,
       as put together from parts of others. It may raise an error. If it returns, the tensor is not
       shared in part.
+    - `fill(number, into, offset)` fills a buffer with bytes of content `number`, from any thread.
+      It is None if the contents can only be read by `read`.
+    - `counted(number, nbytes)` counts bytes of content `number` as read by `fill` and hashed.
     """
 
     recipe: str
@@ -86,6 +93,8 @@ class KnownTensor:
     read: Read
     hashed: Callable[[memoryview], str]
     differs: Callable[[int, str], None]
+    fill: Callable[[int, memoryview, int], bytes | None] | None = None
+    counted: Callable[[int, int], None] = _uncounted
 
     @property
     def nbytes(self) -> int:

@@ -49,6 +49,7 @@ from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.not_shared import WhyRead
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.errors import MemoryManagerError
@@ -260,6 +261,49 @@ def test_a_first_load_reads_hashes_and_copies_each_byte_once(tmp_path: Path) -> 
         gc.collect()
     _GPUS.clear()
     assert (driver.left(), gpus.in_use()) == ({}, 0)
+
+
+@pytest.mark.parametrize("managed", [False, True])
+def test_a_known_fine_tune_reads_the_blocks_that_changed(
+    driver: gpus.Full, tmp_path: Path, managed: bool
+) -> None:
+    """Of an embedding of 40 MiB, in three blocks, a few rows in the second; and a projection."""
+    base = large_llama(tmp_path / "base", 20_480)
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "embed_tokens" in name:
+            tensor[BLOCK_BYTES // 2048 + 5] += 1
+        return tensor * 2 if "layers.1.mlp.down_proj" in name else tensor
+
+    tune = checkpoints.mapped(base, tmp_path / "tune", change)
+    engines.leave_alone(base / checkpoints.WEIGHTS, tune / checkpoints.WEIGHTS)
+    tmp_path.chmod(0o700)
+    running = gpus.running(tmp_path, "--budget", str(512 << 20)) if managed else nullcontext()
+    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    with running as manager, on(driver) as gpu, loads.prepared(base):
+        expected = loads.load(tune, config).parameters()  # and dropped; it is known from now on
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        if manager is not None:
+            with Admin(manager.socket) as admin:
+                assert admin.evict(checkpoint_name(str(tune))).nbytes > 0
+            assert manager.overview().totals.resident_bytes == 0
+        first = loads.load(base, config)
+        assert engines.last_report().bytes_read > 0
+        copied = driver.traffic["copy_in"]
+        with on(driver) if managed else nullcontext():  # as if it were another process
+            second = loads.load(tune, config)
+            last = engines.last_report()
+            changed = BLOCK_BYTES + 1024 * 2048 * 2
+            assert last.known
+            assert last.bytes_read == last.bytes_hashed == changed
+            assert driver.traffic["copy_in"] - copied == changed
+            assert last.leaf_shared_bytes == 20_480 * 2048 - BLOCK_BYTES
+            assert second.parameters() == expected
+            del first, second
+            gc.collect()
+            for each in _GPUS:
+                each.gpu.reap(wait=True)
 
 
 def accesses_of(model: loads.Model, driver: FakeDriver) -> list[Access]:
