@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tensor_dedup.digest import combine
 from tensor_dedup.loader.cuda.residents import DeviceContent
@@ -187,7 +187,7 @@ def make_resident(
             not each.key.digest or first.setdefault(each.key, each) is each
         ):
             missing.append(each)
-    for slabs in _rounds(_slabs_of(missing)):
+    for slabs in rounds(slabs_of(missing)):
         for open_slab in memories:
             slabs = _write_round(gpu, slabs, open_slab, look)  # what is left
     for each in tensors:
@@ -248,7 +248,7 @@ def _without_found(
                     copy = partial(_copy, gpu, address + offset, each.nbytes)
                     moving[each] = replace(each, content=copy)
         try:
-            places = [(opened(these), these) for these in _slabs_of([*moving])]
+            places = [(opened(these), these) for these in slabs_of([*moving])]
         except NoMemoryError:
             places = []
         moved = [(slab, these) for slab, these in places if slab is not None]
@@ -281,11 +281,22 @@ def _sealed(new: NewSlab, tensors: Sequence[SlabTensor]) -> bool:
     return True
 
 
-def _slabs_of(tensors: Sequence[SlabTensor]) -> Iterator[list[SlabTensor]]:
+class _Sized(Protocol):
+    """An interface for a tensor that is to lie in a slab."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+
+
+_Tensor = TypeVar("_Tensor", bound=_Sized)
+
+
+def slabs_of(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
     """Group tensors into slabs: blocks and large tensors alone, and small ones together."""
-    small: list[SlabTensor] = []
+    small: list[_Tensor] = []
     for each in tensors:
-        if each.is_block or each.nbytes >= OWN_SLAB_BYTES:
+        if each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block):
             yield [each]
             continue
         small.append(each)
@@ -296,9 +307,9 @@ def _slabs_of(tensors: Sequence[SlabTensor]) -> Iterator[list[SlabTensor]]:
         yield small
 
 
-def _rounds(slabs: Iterable[list[SlabTensor]]) -> Iterator[list[list[SlabTensor]]]:
+def rounds(slabs: Iterable[list[_Tensor]]) -> Iterator[list[list[_Tensor]]]:
     """Group slabs into rounds of at most ROUND_BYTES, or of one larger slab."""
-    found: list[list[SlabTensor]] = []
+    found: list[list[_Tensor]] = []
     size = 0
     for slab in slabs:
         nbytes = sum(each.nbytes for each in slab)

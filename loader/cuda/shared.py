@@ -25,7 +25,13 @@ from tensor_dedup.loader.cuda.blocks import (
     is_block,
     may_be_in_blocks,
 )
-from tensor_dedup.loader.cuda.new_slabs import SlabTensor, make_resident, write_slabs
+from tensor_dedup.loader.cuda.new_slabs import (
+    SlabTensor,
+    make_resident,
+    rounds,
+    slabs_of,
+    write_slabs,
+)
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import (
     DeviceContent,
@@ -154,7 +160,9 @@ class SharedGpu:
     ) -> list[tuple[DeviceResident, bool]]:
         """Put whole tensors into slabs, the manager's where it takes them."""
         lendable = [each for each in wanted if _can_be_lent(ReplicaKey(each.key, each.copy))]
-        lent = dict(zip(map(id, lendable), manager.put(lendable), strict=True))
+        lent: dict[int, tuple[DeviceResident, bool] | None] = {}
+        for slab in slabs_of(lendable):
+            lent.update(zip(map(id, slab), manager.put(slab), strict=True))
         rest = [each for each in wanted if lent.get(id(each)) is None]
         local = iter(self._local.put(rest) if rest else ())
         return [lent.get(id(each)) or next(local) for each in wanted]
@@ -178,42 +186,33 @@ class SharedGpu:
             return {}
         there = self.find([known for _, known, _, _ in large], manager)
         found: dict[int, tuple[DeviceResident, bool]] = {}
-        for (index, known, recipe, content), resident in zip(large, there, strict=True):
-            first = resident or self._residents.get(known)  # of a tensor that is wanted twice
+        new: dict[int, list[SlabTensor]] = {}
+        for (index, known, _, large_one), resident in zip(large, there, strict=True):
+            if resident is not None:
+                found[index] = resident, False
+            elif log.admits(blocks_of(large_one.nbytes) + sum(map(len, new.values()))):
+                digests_known = isinstance(large_one, DeviceContent) or not large_one.hashed
+                if digests_known:
+                    _require_digest(known.key, large_one)
+                new[index] = _blocks_of(large_one, large_one.leaves if digests_known else None)
+        self._look([one for each in new.values() for one in each if one.key.digest], manager)
+        new = {index: blocks for index, blocks in new.items() if _may_be_joined(blocks)}
+        if not self._make_resident([one for each in new.values() for one in each], manager, log):
+            return found
+        for index, blocks in new.items():
+            known, recipe, _ = wanted[index]
+            content = blocks[0].content
+            assert isinstance(content, HostContent | DeviceContent)
+            _require_digest(known.key, content)
+            first = self._residents.get(known)  # of a tensor that is wanted twice
             if first is not None:
                 found[index] = first, False
                 continue
-            made = self._built_in_blocks(known.key, content, manager, log)
+            made = self._joined(known.key, blocks, content.leaves, log)
             if made is not None:
                 manager.publish_parts(recipe, made)
                 found[index] = self.enter(known, made), True
         return found
-
-    def _built_in_blocks(
-        self,
-        key: ResidentKey,
-        content: HostContent | DeviceContent,
-        manager: DeviceManagerResidents,
-        log: BlockLog,
-    ) -> TensorInBlocks | None:
-        """Return a tensor in blocks, of which those that nobody has were written; or None.
-
-        Raises:
-            BackendError: As `get_or_build`, or the tensor has changed since it was hashed.
-        """
-        if not log.admits(blocks_of(content.nbytes)):
-            return None
-        known = isinstance(content, DeviceContent) or not content.hashed
-        blocks = _blocks_of(content, content.leaves if known else None)
-        if known:
-            _require_digest(key, content)
-            self._look(blocks, manager)
-            if not _may_be_joined(blocks):
-                return None
-        if not self._make_resident(blocks, manager, log):
-            return None
-        _require_digest(key, content)
-        return self._joined(key, blocks, content.leaves, log)
 
     def build_unread(
         self, wanted: Sequence[UnreadTensor], manager: DeviceManagerResidents, log: BlockLog
@@ -562,7 +561,8 @@ class LocalDevice:
     def put(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
         """Return a resident for each request of `wanted`, in order, and whether it is new.
 
-        All missing residents are written into one new slab.
+        Large tensors get a slab each, and small ones share slabs. They are written in rounds of 256
+        MiB, with one wait for the GPU each.
 
         Raises:
             BackendError: The GPU has no room, or its driver refuses.
@@ -614,12 +614,23 @@ class LocalDevice:
         ]
 
     def _write(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
-        slab = self.open_slab([each.nbytes for each in wanted])
-        new = [SlabTensor(each.content, each.key, 0, each.nbytes) for each in wanted]
-        [digests] = write_slabs(self.gpu, self.opener, [(slab.extent, slab.offsets, new)])
-        keys = [each.written(digest) for each, digest in zip(wanted, digests, strict=True)]
-        copies = [each.copy for each in wanted]
-        return [(found, True) for found, _ in self.enter(slab, keys, copies)]
+        made: dict[int, tuple[DeviceResident, bool]] = {}
+        for slabs in rounds(slabs_of(wanted)):
+            opened = [self.open_slab([each.nbytes for each in these]) for these in slabs]
+            places = [
+                (
+                    slab.extent,
+                    slab.offsets,
+                    [SlabTensor(each.content, each.key, 0, each.nbytes) for each in these],
+                )
+                for slab, these in zip(opened, slabs, strict=True)
+            ]
+            written = write_slabs(self.gpu, self.opener, places)
+            for slab, these, digests in zip(opened, slabs, written, strict=True):
+                keys = [each.written(one) for each, one in zip(these, digests, strict=True)]
+                entered = self.enter(slab, keys, [each.copy for each in these])
+                made.update((id(e), (r, True)) for e, (r, _) in zip(these, entered, strict=True))
+        return [made[id(each)] for each in wanted]
 
 
 class LocalNewSlab:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from weakref import WeakSet
 from torch import nn
 
 from tensor_dedup.digest import stream, submit
-from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, ROUND_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
@@ -32,6 +33,7 @@ from tensor_dedup.loader.residents.slab import (
     SlabWriter,
     capacity_for,
 )
+from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -88,6 +90,45 @@ def slab_batches(
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def share_in_rounds(
+    items: Iterable[_T],
+    nbytes: Callable[[_T], int],
+    share: Callable[[Sequence[_T]], None],
+    refuse: Callable[[Sequence[_T], BackendError], bool],
+) -> None:
+    """Share `items` on a GPU by `share`, in rounds of at most 256 MiB or of one item.
+
+    `nbytes` returns the size of an item. If a round finds no room on the GPU, its slabs are tried
+    one by one. `refuse` gets the items for which `share` has failed and the error, and returns
+    whether to go on with others.
+    """
+    sizes = [(item, nbytes(item)) for item in items]
+    waiting = deque(_rounds_of(sizes))
+    while waiting:
+        batch = waiting.popleft()
+        try:
+            share([item for item, _ in batch])
+        except BackendError as error:
+            parts = [*slab_batches(batch, lambda sized: sized[1])]
+            if isinstance(error, NoMemoryError) and len(parts) > 1:
+                waiting.extendleft(reversed(parts))
+            elif not refuse([item for item, _ in batch], error):
+                return
+
+
+def _rounds_of(sizes: Iterable[tuple[_T, int]]) -> Iterator[list[tuple[_T, int]]]:
+    found: list[tuple[_T, int]] = []
+    room = ROUND_BYTES
+    for item, nbytes in sizes:
+        if found and nbytes > room:
+            yield found
+            found, room = [], ROUND_BYTES
+        found.append((item, nbytes))
+        room -= nbytes
+    if found:
+        yield found
 
 
 def _resident_geometries() -> set[_Geometry]:

@@ -1,8 +1,8 @@
 """Share the parameters that a loader has put directly on a GPU, or that were moved there.
 
 The parameters are hashed on their way through page-locked buffers. Those without an equal resident
-(shared tensor) are then copied on the GPU into shared memory, one slab (shared piece of GPU memory)
-at a time. The private memory of all shared parameters returns to torch's allocator.
+(shared tensor) are then copied on the GPU into shared memory, 256 MiB at a time. The private memory
+of all shared parameters returns to torch's allocator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tensor_dedup.loader.cuda.manager_residents import (
     device_manager_residents,
 )
 from tensor_dedup.loader.not_shared import NotShared
-from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class, slab_batches
+from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class, share_in_rounds
 from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner, root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.param_data import number_of, param_data, set_param_data
@@ -30,7 +30,6 @@ from tensor_dedup.loader.residents.resident import (
     key_anywhere,
     sharable_anywhere,
 )
-from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.post_load.batch import DedupContext
+    from tensor_dedup.memory_manager.errors import BackendError
 
 
 class GpuShare(NamedTuple):
@@ -54,6 +54,13 @@ class GpuShare(NamedTuple):
     leaf_shared_bytes: int = 0
 
 
+class _Hashed(NamedTuple):
+    """The digest of a tensor and, where blocks need them, its leaf digests."""
+
+    digest: str
+    leaves: Sequence[bytes] = ()
+
+
 class GpuModuleDedup:
     """The deduplication of one model's parameters on GPUs. For one thread that holds the load lock.
 
@@ -68,6 +75,7 @@ class GpuModuleDedup:
         self.shares: dict[int, GpuShare] = {}
         self.reasons: dict[int, str] = {}
         self._blocks = BlockLog()
+        self._names: dict[int, tuple[ReplicaKey, Sequence[bytes]]] = {}
 
     def share(self, named: Sequence[NamedParameter]) -> None:
         """Share those parameters in `named` that are on a GPU, and ignore the others.
@@ -87,6 +95,7 @@ class GpuModuleDedup:
                 by_gpu.setdefault(gpu, []).append(item)
         for gpu, items in by_gpu.items():
             self._share_on(gpu, items)
+        self._names.clear()
 
     def _is_candidate(self, parameter: nn.Parameter, held: Counter[int]) -> bool:
         data = param_data(parameter)
@@ -111,22 +120,24 @@ class GpuModuleDedup:
         manager = device_manager_residents(where, name, gpu.gpu)
         with gpu.gpu.entered():
             gpu.gpu.driver.synchronize()  # what loaded them may be under way
-        for batch in slab_batches(items, lambda item: item[1].nbytes):
-            try:
-                self._share(gpu, batch, manager)
-            except BackendError as error:
-                self.reasons.update((id(each), str(error)) for _, each in batch)
+
+        def refuse(batch: Sequence[NamedParameter], error: BackendError) -> bool:
+            self.reasons.update((id(each), str(error)) for _, each in batch)
+            return True
+
+        share_in_rounds(
+            items, lambda item: item[1].nbytes, lambda each: self._share(gpu, each, manager), refuse
+        )
 
     def _share(
         self, gpu: SharedGpu, batch: Sequence[NamedParameter], manager: DeviceManagerResidents
     ) -> None:
-        tensors = [param_data(parameter) for _, parameter in batch]
+        self._name(gpu, batch)
         wanted = []
-        for tensor, (digest, leaves) in zip(tensors, self._hashed(gpu, tensors), strict=True):
-            key = key_anywhere(tensor, digest)
-            # The first replica that no other name of the model has.
-            known = ReplicaKey(key, self._replicas.claim_first(key))
-            wanted.append((known, f"content:{key}", gpu.copy_of(tensor, leaves)))
+        for _, parameter in batch:
+            known, leaves = self._names[id(parameter)]
+            content = gpu.copy_of(param_data(parameter), leaves)
+            wanted.append((known, f"content:{known.key}", content))
         views = gpu.views_of(root_module(self._model))
         found = gpu.get_or_build(wanted, manager, self._blocks)
         for (_, parameter), (resident, made) in zip(batch, found, strict=True):
@@ -134,18 +145,26 @@ class GpuModuleDedup:
             shared = resident.leaf_shared_bytes if made else 0
             self.shares[id(parameter)] = GpuShare(made, not made, shared)
 
-    def _hashed(
-        self, gpu: SharedGpu, tensors: Sequence[torch.Tensor]
-    ) -> list[tuple[str, Sequence[bytes]]]:
-        """Return for each tensor its digest and, where they are of use, its leaf digests."""
+    def _name(self, gpu: SharedGpu, batch: Sequence[NamedParameter]) -> None:
+        """Hash the parameters of `batch`, unless that was done, and give each its replica key.
+
+        It is the first replica that no other name of the model has.
+        """
+        new = [each for _, each in batch if id(each) not in self._names]
+        tensors = [param_data(each) for each in new]
+        for each, tensor, hashed in zip(new, tensors, self._hashed(gpu, tensors), strict=True):
+            key = key_anywhere(tensor, hashed.digest)
+            known = ReplicaKey(key, self._replicas.claim_first(key))
+            self._names[id(each)] = known, hashed.leaves
+
+    def _hashed(self, gpu: SharedGpu, tensors: Sequence[torch.Tensor]) -> list[_Hashed]:
         algorithm = self._context.config.hash_algorithm
         began = time.perf_counter()
-        found: list[tuple[str, Sequence[bytes]]]
         if algorithm == "blake3":
-            found = [(each.digest, each.leaves) for each in hash_on_gpu(gpu.gpu, tensors)]
+            found = [_Hashed(each.digest, each.leaves) for each in hash_on_gpu(gpu.gpu, tensors)]
         else:
-            found = [(digest_of(each, algorithm), []) for each in tensors]
-            assert not any(is_forgeable(digest) for digest, _ in found)  # those verify bytes
+            found = [_Hashed(digest_of(each, algorithm)) for each in tensors]
+            assert not any(is_forgeable(each.digest) for each in found)  # those verify bytes
         self._context.hash_seconds += time.perf_counter() - began
         self._context.bytes_hashed += sum(each.nbytes for each in tensors)
         return found

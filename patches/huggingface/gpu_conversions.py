@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from tensor_dedup.loader.cuda.blocks import may_be_in_blocks
 from tensor_dedup.loader.cuda.devices import with_room
-from tensor_dedup.loader.cuda.transfers import file_part, memory_part
-from tensor_dedup.loader.post_load.batch import slab_batches
+from tensor_dedup.loader.cuda.transfers import HostContent, file_part, memory_part
+from tensor_dedup.loader.post_load.batch import share_in_rounds
 from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import ReplicaKey
-from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
+from tensor_dedup.memory_manager.errors import NoMemoryError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
     from tensor_dedup.loader.cuda.residents import DeviceResident, Views, Write
     from tensor_dedup.loader.cuda.shared import SharedGpu
+    from tensor_dedup.memory_manager.errors import BackendError
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -80,16 +82,17 @@ class GpuConversion:
         `function` is the converting function, which is used for casts.
         """
         brought: dict[int, torch.Tensor] = {}
-        for batch in slab_batches(self._with_replicas(pending), _nbytes):
-            try:
-                residents = self._residents(batch, function)
-                for each, resident in zip(batch, residents, strict=True):
-                    brought[id(each.parameter)] = self._views.tensor(resident)
-            except BackendError as error:
-                # As torch would have it, if there is room for that.
-                self.failed = self.failed or str(error)
-                if not isinstance(error, NoMemoryError):
-                    break  # an old driver; what is smaller may still find room
+
+        def share(batch: Sequence[PendingTransfer]) -> None:
+            for each, resident in zip(batch, self._residents(batch, function), strict=True):
+                brought[id(each.parameter)] = self._views.tensor(resident)
+
+        def refuse(_: Sequence[PendingTransfer], error: BackendError) -> bool:
+            # As torch would have it, if there is room for that.
+            self.failed = self.failed or str(error)
+            return isinstance(error, NoMemoryError)  # and not of an old driver
+
+        share_in_rounds(self._with_replicas(pending), _nbytes, share, refuse)
         return brought
 
     def _with_replicas(self, pending: Iterable[PendingTransfer]) -> Iterator[PendingTransfer]:
@@ -104,29 +107,28 @@ class GpuConversion:
         self, batch: Sequence[PendingTransfer], function: Function
     ) -> list[DeviceResident]:
         wanted = [
-            (each.target, f"content:{each.target.key}", self._writer(each, function))
+            (each.target, f"content:{each.target.key}", self._content(each, function))
             for each in batch
         ]
         return [resident for resident, _ in self._gpu.get_or_build(wanted, self._manager)]
 
-    def _writer(self, each: PendingTransfer, function: Function) -> Write:
+    def _content(self, each: PendingTransfer, function: Function) -> HostContent | Write:
         data = param_data(each.parameter).detach()
         if each.is_cast or data.device.type != "cpu":
             return partial(self._make, each, function)
         resident = registry.lookup(*each.source)
         # Its slab rather than its mapping, which has no pages yet where nothing has read it.
-        single = resident is not None and len(resident.extents) == 1
         part = (
             file_part(resident.slab.fileno, resident.offset, resident.nbytes)
-            if resident is not None and single
+            if resident is not None and len(resident.extents) == 1
             else memory_part(data)
         )
-
-        def write(address: int) -> None:
-            # Its digest is known: the memory is sealed.
-            self._gpu.gpu.transfers.upload(address, data.nbytes, [part], hashed=False).wait()
-
-        return write
+        # The memory is sealed, and its digest known.
+        content = HostContent(data.nbytes, [part], hashed=False)
+        if not may_be_in_blocks(each.target.key, data.nbytes):
+            return content
+        # Whole: blocks would need the digests of its leaves.
+        return lambda address: self._gpu.gpu.transfers.upload_range(address, content).wait()
 
     def _make(self, each: PendingTransfer, function: Function, address: int) -> None:
         """Write the tensor as torch converts it, into memory that goes when it was copied."""

@@ -133,6 +133,18 @@ def test_the_second_model_costs_the_blocks_that_differ(
     assert process.gpu.known(base) == ReplicaKey(key_of(BASE), 0)
 
 
+def test_large_tensors_that_are_built_together_share_blocks_and_are_waited_for_once(
+    engine: Callable[..., SleepyEngine],
+) -> None:
+    process = engine(managed=False).load([BASE, TUNE, numbers(5)])
+    assert process.fake.traffic["synchronize"] == 1
+    assert process.is_right()
+    base, tune, other = process.tensors
+    assert shared_bytes(base, tune) == BASE.nbytes - BLOCK_BYTES
+    assert shared_bytes(base, other) == 0
+    assert gpus.in_use() == in_slabs(BASE.nbytes) * 2 + BLOCK_BYTES
+
+
 def test_a_block_that_was_a_tensor_before_is_not_taken_for_one_written_here(
     engine: Callable[..., SleepyEngine],
 ) -> None:

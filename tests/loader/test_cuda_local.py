@@ -13,6 +13,7 @@ from gpu_runs.fake_driver import RefusingDriver
 from gpu_runs.gpu_loads import key_of, weights
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.new_slabs import OWN_SLAB_BYTES
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.shared import LocalDevice, SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
@@ -68,6 +69,20 @@ def test_the_second_model_costs_what_differs(process: Process) -> None:
     for found, right in zip([*first, *second], [1, 2, 1, 3], strict=True):
         assert torch.equal(found, weights(right))
         assert process.fake.access(found.data_ptr()) == Access.READ
+
+
+def test_large_tensors_have_slabs_of_their_own_and_are_waited_for_together(
+    process: Process,
+) -> None:
+    count = OWN_SLAB_BYTES // 2
+    tensors = [weights(1, count), weights(2, count), weights(3), weights(4)]
+    made = [each for each, _ in process.local.put([process.wanted(t) for t in tensors])]
+    slabs = [each.slabs[0].serial for each in made]
+    assert len(set(slabs)) == 3
+    assert slabs[2] == slabs[3]
+    assert process.fake.traffic["synchronize"] == 1
+    views = Views(CPU)
+    assert all(torch.equal(views.tensor(r), t) for r, t in zip(made, tensors, strict=True))
 
 
 def test_equal_bytes_of_one_model_and_other_geometries_are_one_memory(process: Process) -> None:

@@ -174,6 +174,7 @@ def counted() -> str:
         each.to(PLACE)
         assert driver.traffic["copy_in"] == copied
         assert driver.traffic["copy_out"] == 0
+        assert driver.traffic["synchronize"] <= 1
         assert driver.traffic["page_lock"] <= MOST_BUFFERS * BUFFER_BYTES
     assert one_memory(*models)
     right = [p.detach().clone() for p in large_model().parameters()]
@@ -187,6 +188,8 @@ def counted() -> str:
         assert made.private_bytes == pytest.approx(private, abs=1024)  # norms are as above
         assert driver.traffic["copy_out"] == made.bytes_hashed == size
         assert driver.traffic["copy_in"] == driver.traffic["page_lock"] == 0
+        # Before all of it, and after what is in blocks and what is not.
+        assert driver.traffic["synchronize"] <= 3
     assert one_memory(*loaded)
     driver.traffic.clear()
     found = verify()
@@ -260,7 +263,19 @@ def after_a_shortage() -> str:
     assert COPIES.holds(next(wide[0].parameters()))
     assert {fake.access(p.data_ptr()) for p in wide[1][1].parameters()} == {Access.READ}
     assert one_memory(*wide)
-    del plain, first, second, wide, each
+
+    # The same where it lies on the GPU already, which is hashed only once.
+    fake.room = 1 << 40
+    small, large = (nn.Sequential(nn.Identity(), nn.Linear(64, 64)).to(PLACE) for _ in range(2))
+    large[1].load_state_dict(small[1].state_dict())
+    large[0] = nn.Linear(2048, 2048).to(PLACE)
+    sweep(small)
+    fake.room = gpus.in_use() + (1 << 20)
+    made = sweep(large)
+    assert [name for name, _ in made.skipped] == ["0.weight"]
+    assert one_memory(small[1], large[1])
+    assert made.bytes_hashed == sum(each.nbytes for each in large.parameters())
+    del plain, first, second, wide, each, small, large
     nothing_is_left(fake)
     return "done"
 
@@ -318,9 +333,17 @@ def pipelines(root: str) -> str:
     with enable():
         base, tuned = (tiny.load(folder / name) for name in ("sd", "tuned"))
     equal = tiny.equal(base, tuned)
+    size = {name: each.nbytes for name, each in tiny.parameters(tuned).items()}
+    fake.traffic.clear()
     base.to(PLACE)
+    # Less than all: components have biases of zeros in common.
+    assert sum(size.values()) * 0.9 < fake.traffic["copy_in"] <= sum(size.values())
+    fake.traffic.clear()
     move(tuned, PLACE)
     assert tiny.shared(base, tuned) == equal
+    differ = sum(size[name] for name in size.keys() - equal)
+    assert 0 < fake.traffic["copy_in"] <= differ < sum(size.values())
+    assert fake.traffic["copy_out"] == 0
     assert {fake.access(p.data_ptr()) for p in tiny.parameters(tuned).values()} == {Access.READ}
     assert tiny.image(base) == expected["sd"]
     assert tiny.image(tuned) == expected["tuned"]
@@ -331,9 +354,14 @@ def pipelines(root: str) -> str:
     tokens = torch.arange(8)[None].to(PLACE)
     made = checkpoints.make("llama_tied", folder)
     right = kind.from_pretrained(made.base).to(PLACE)(tokens).logits.detach().cpu()
-    with enable():
-        two = [kind.from_pretrained(made.base, device_map=PLACE) for _ in range(2)]
-    last = report().models[-1]
+    two = []
+    for _ in range(2):
+        fake.traffic.clear()
+        with enable():
+            two.append(kind.from_pretrained(made.base, device_map=PLACE))
+        last = report().models[-1]
+        assert fake.traffic["copy_out"] == last.bytes_hashed == last.total_bytes > 0
+        assert fake.traffic["copy_in"] == 0
     assert last.shared_bytes == last.total_bytes > 0, last.skipped
     assert one_memory(*two)
     assert torch.equal(two[1](tokens).logits.detach().cpu(), right)
