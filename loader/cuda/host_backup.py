@@ -7,6 +7,7 @@ model that wakes gets the bytes that it had.
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,7 +20,11 @@ from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
 from tensor_dedup.loader.cuda.transfers import awaited, file_part
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor
 from tensor_dedup.memory_manager.cuda.driver import Access
-from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.memory_manager.errors import (
+    BackendError,
+    ManagerGoneError,
+    MemoryManagerError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
         TensorSlot,
     )
 
+_log = logging.getLogger(__name__)
 # A put is one memory file. The kernel lets one thread at a time allocate and write the pages of a
 # file (about 2 GB/s each), so a batch is put as several files, each over a connection of its own.
 _PUT_BYTES: Final = 16 * LEAF_BYTES
@@ -99,11 +105,13 @@ class HostBackup:
         for slab in slabs:
             if found.keys() >= slab.sizes().keys():
                 slab.backup = {name: found[name] for name in slab.sizes()}
-            elif len(slabs) > 1:
+            elif len(slabs) > 1 and not isinstance(error, ManagerGoneError):
                 # What is wrong with another is no reason to leave this one there.
                 failed |= self.keep([slab])
             else:
                 failed[slab] = error or BackendError("another process has been copying for long")
+        if error is not None and not failed:
+            _log.warning("%s: all was copied, after an error: %s", self._checkpoint, str(error))
         return failed
 
     def _find_or_copy(self, slabs: Sequence[SleepingSlab], found: dict[str, Lease]) -> None:

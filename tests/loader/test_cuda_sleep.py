@@ -26,7 +26,7 @@ from tensor_dedup.loader.cuda import host_backup, sleeping_slabs, transfers
 from tensor_dedup.loader.cuda.sleep import SleepReport
 from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
 from tensor_dedup.memory_manager.client.puts import Put
-from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.memory_manager.errors import BackendError, ManagerGoneError, MemoryManagerError
 
 BIG, SMALL, OTHER = weights(1, 200_000), weights(2, 100), weights(3, 70_000)
 BASE = [[BIG], [SMALL, OTHER]]
@@ -562,6 +562,26 @@ def test_managers_that_die_take_nothing_along(
     one.model.wake()
     assert one.is_right()
     one.close()
+
+
+def test_a_manager_that_does_not_answer_is_asked_once_a_batch(
+    engine: Callable[..., SleepyEngine], small_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an answer is waited for long, and `wake` waits meanwhile."""
+    one = engine(*MANY)
+    asked = []
+
+    def hangs(*_: object) -> None:
+        asked.append(1)
+        raise ManagerGoneError("it does not answer")
+
+    monkeypatch.setattr(one.host, "lease", hangs)
+    report = one.sleep()
+    assert len(asked) == small_batches
+    assert len(report.reasons) == len(MANY)
+    assert all("does not answer" in each for each in report.reasons)
+    one.model.wake()
+    assert one.is_right()
 
 
 def test_when_the_gpus_manager_dies_while_another_is_awake_nothing_is_lost(
