@@ -285,7 +285,7 @@ class Transfers:
                 self._driver.wait(event)
             finally:
                 self._driver.forget(event)
-        self._ring.collect()
+        self._ring.collect(self._driver, self._stream)
 
     def _opened(self) -> int:
         with self._lock:
@@ -472,6 +472,10 @@ class _Buffer:
         """Prepare for a copy on a stream."""
         self._driver, self._stream = driver, stream
 
+    def is_of(self, driver: Driver, stream: int) -> bool:
+        """Return whether its last copy was begun on that stream."""
+        return self._driver is driver and self._stream == stream
+
     def begin(
         self, copy: Callable[[int, int, int, int], None], target: int, source: int, nbytes: int
     ) -> None:
@@ -539,7 +543,7 @@ class Ring:
         Raises:
             BackendError: The driver refuses.
         """
-        buffer = self._taken(driver)
+        buffer = self._taken(driver, stream)
         buffer.lend(driver, stream)
         try:
             yield buffer
@@ -551,17 +555,42 @@ class Ring:
                     (self._sent if buffer.busy else self._free).append(buffer)
                 self._changed.notify()
 
-    def collect(self) -> None:
-        """Free the buffers whose copies have ended, and their events."""
+    def collect(self, driver: Driver, stream: int) -> None:
+        """Free the buffers whose copies have ended, and their events.
+
+        Raises:
+            BackendError: The driver refuses to say whether a copy on `stream` has ended.
+        """
         with self._changed:
-            while self._sent and self._sent[0].passed():
+            while self._has_passed(driver, stream):
                 self._free.append(self._sent.popleft())
             self._changed.notify_all()
 
-    def _taken(self, driver: Driver) -> _Buffer:
+    def _has_passed(self, driver: Driver, stream: int) -> bool:
+        """Return whether the copy of the oldest buffer that was sent has ended."""
+        while self._sent:
+            try:
+                return self._sent[0].passed()
+            except BackendError as error:
+                if self._sent[0].is_of(driver, stream):
+                    raise
+                self._lose(error)
+                self._sent.popleft()
+        return False
+
+    def _lose(self, error: BaseException) -> None:
+        """Do without a buffer that was not allocated, or whose copy is not known to have ended.
+
+        Such a buffer is never filled again, and never freed. Copies of other GPUs go on.
+        """
+        self._made -= 1
+        self._changed.notify()
+        _log.debug("a page-locked buffer less: %s", str(error))
+
+    def _taken(self, driver: Driver, stream: int) -> _Buffer:
         while True:
             with self._changed:
-                oldest = self._free.pop() if self._free else self._next_sent()
+                oldest = self._free.pop() if self._free else self._next_sent(driver, stream)
                 if oldest is None and self._made == self._most:
                     self._changed.wait()
                     continue
@@ -572,19 +601,20 @@ class Ring:
                     return _Buffer(driver.page_lock(BUFFER_BYTES))
                 if oldest.busy:
                     oldest.wait()
-            except BaseException:
-                # One that is not known to have ended is never filled again, and never freed.
+            except BaseException as error:
                 with self._changed:
-                    self._made -= 1
-                    self._changed.notify()
+                    self._lose(error)
+                of_another = oldest is not None and not oldest.is_of(driver, stream)
+                if of_another and isinstance(error, BackendError):
+                    continue
                 raise
             return oldest
 
-    def _next_sent(self) -> _Buffer | None:
+    def _next_sent(self, driver: Driver, stream: int) -> _Buffer | None:
         """Return the oldest buffer that was sent: if its copy has ended, or the ring is full."""
-        if not self._sent or not (self._made == self._most or self._sent[0].passed()):
-            return None
-        return self._sent.popleft()
+        if self._sent and (self._made == self._most or self._has_passed(driver, stream)):
+            return self._sent.popleft()
+        return None
 
 
 RING: Final = Ring()

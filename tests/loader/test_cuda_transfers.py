@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ from tensor_dedup.loader.cuda.transfers import (
     memory_part,
 )
 from tensor_dedup.memory_manager.backends.vmm import VmmAllocation, VmmBackend
-from tensor_dedup.memory_manager.cuda.driver import Driver, Result, current
+from tensor_dedup.memory_manager.cuda.driver import Driver, Result, current, refused
 from tensor_dedup.memory_manager.errors import BackendError
 
 ROOM = 12 * LEAF_BYTES
@@ -271,6 +271,38 @@ def test_a_refusal_of_each_call_leaves_a_ring_that_works() -> None:
         assert gpus.read(slab.fileno, ROOM, ROOM) == tensor.numpy().tobytes()
     assert {"page_lock", "begin_copy_in", "record", "wait", "stream"} <= calls
     assert number > 20
+
+
+class Mortal:
+    """A driver of which every call fails once it is `dead`."""
+
+    def __init__(self, inner: FakeDriver) -> None:
+        self._inner = inner
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.dead:
+            raise refused(name, Result.ILLEGAL_ADDRESS)
+        return getattr(self._inner, name)
+
+
+@pytest.mark.parametrize("most", [2, 8])
+def test_a_gpu_that_fails_does_not_stop_the_copies_of_another(most: int) -> None:
+    """Its buffers are not filled again, for they may still be read."""
+    tensor = torch.arange(ROOM // 8)
+    place = Place(FakeDriver(late=True), most)
+    fake = FakeDriver(late=True)
+    mortal = Mortal(fake)
+    failing = Transfers(cast("Driver", mortal), 0, place.ring)
+    gpu, slab = Gpu(fake, "0"), VmmBackend(FakeDriver(), "0").reserve(ROOM)
+    with gpu.writable([[MappedExtent(slab.fileno, ROOM, 1)]], gpu.vmm()) as [address]:
+        failing.upload(address, 2 * BUFFER_BYTES, [memory_part(tensor[: BUFFER_BYTES // 4])]).wait()
+        mortal.dead = True
+        with pytest.raises(BackendError):
+            failing.fence()
+        place.upload(0, ROOM, memory_part(tensor))
+        assert place.bytes_at(0, ROOM) == tensor.numpy().tobytes()
+    assert gpus.read(slab.fileno, ROOM, BUFFER_BYTES) == tensor.numpy().tobytes()[:BUFFER_BYTES]
 
 
 def test_a_forked_child_cannot_copy(place: Place) -> None:
