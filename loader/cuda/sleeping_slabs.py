@@ -116,13 +116,15 @@ class SleepingMapping:
         return [(known, TensorInBlocks(known.key, blocks, leaves))]
 
 
-# A copy of one takes about 20 ms each way, which is the longest that one thread waits for another.
+# A model that is to wake waits for one batch that is on its way down: 40 ms at 0.15 s a GB.
 _BATCH_BYTES: Final = 256 << 20
-_BATCH_SLABS: Final = 32  # each is a put, where a manager lends them; a client may have 64
+# Blocks of 16 MiB. On the way up each is a put, where a manager lends them, and the models of a
+# process have 64 together.
+_BATCH_SLABS: Final = 16
 
 
 def batches_of(slabs: Iterable[SleepingSlab]) -> Iterator[list[SleepingSlab]]:
-    """Yield slabs in batches of at most 256 MiB, or of one larger slab, and at most 32 slabs."""
+    """Yield slabs in batches of at most 256 MiB, or of one larger slab, and at most 16 slabs."""
     batch: list[SleepingSlab] = []
     nbytes = 0
     for slab in slabs:
