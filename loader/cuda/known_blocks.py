@@ -24,7 +24,7 @@ from tensor_dedup.loader.residents.resident import ReplicaKey
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tensor_dedup.loader.cuda.blocks import BlockLog
+    from tensor_dedup.loader.cuda.builds import DeviceBuilds
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
     from tensor_dedup.loader.cuda.residents import DeviceResident
     from tensor_dedup.loader.cuda.shared import SharedGpu
@@ -42,10 +42,12 @@ class BlockPlan:
 class KnownBlocks:
     """The `PartialMemory` of one load on a GPU, where the pieces are blocks. For one thread."""
 
-    def __init__(self, gpu: SharedGpu, manager: DeviceManagerResidents, log: BlockLog) -> None:
+    def __init__(
+        self, gpu: SharedGpu, manager: DeviceManagerResidents, builds: DeviceBuilds
+    ) -> None:
         self._gpu: Final = gpu
         self._manager: Final = manager
-        self._log: Final = log
+        self._builds: Final = builds
         self._found: list[tuple[DeviceResident, tuple[bytes, ...]] | None] = []
 
     def donors(self, tensor: KnownTensor) -> Sequence[DeviceResident]:
@@ -75,15 +77,13 @@ class KnownBlocks:
 
     def admit(self, tensor: KnownTensor, plan: BlockPlan) -> Progress | None:
         """Return a function that does nothing, or None if there are too few descriptors."""
-        return _nothing if self._log.admits(blocks_of(tensor.nbytes)) else None
+        return _nothing if self._builds.log.admits(blocks_of(tensor.nbytes)) else None
 
     def build(
         self, tensor: KnownTensor, plan: BlockPlan, progress: Progress
     ) -> TensorInBlocks | None:
         """Upload the missing blocks, and return the tensor, which nobody else can see yet."""
-        made = self._gpu.build_known(
-            tensor.geometry, plan.content, plan.found, self._manager, self._log
-        )
+        made = self._builds.build_known(tensor.geometry, plan.content, plan.found)
         self._count(tensor, plan)
         if made is None:
             return None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tensor_dedup.loader.cuda.blocks import BlockLog, may_be_in_blocks
+from tensor_dedup.loader.cuda.blocks import may_be_in_blocks
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.known_blocks import KnownBlocks
 from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, ROUND_BYTES
 from tensor_dedup.loader.cuda.residents import DeviceContent, DeviceResident, Views
@@ -58,7 +59,7 @@ class GpuProvider:
         self._gpu: Final = gpu
         self._manager: Final = manager
         self._views: Final = Views(gpu.kind)
-        self._blocks: Final = BlockLog()
+        self._builds: Final = DeviceBuilds(gpu, manager)
 
     @property
     def not_lent(self) -> str | None:
@@ -68,7 +69,7 @@ class GpuProvider:
     @property
     def not_by_leaf(self) -> str | None:
         """The reason why large tensors do not share blocks of 16 MiB on this GPU, or None."""
-        return self._blocks.why_whole or self._manager.not_by_leaf
+        return self._builds.log.why_whole or self._manager.not_by_leaf
 
     def reason(self, name: str) -> str | None:
         """Return why the tensor `name` must stay private, or None if it can be shared.
@@ -129,7 +130,7 @@ class GpuProvider:
         """
         items = [(ReplicaKey(each.key, 0), each.recipe, self._content(each)) for each in requests]
         with _without_room():
-            return self._gpu.get_or_build(items, self._manager, self._blocks)
+            return self._builds.get_or_build(items)
 
     def build_unread(self, wanted: Sequence[UnreadTensor]) -> list[tuple[DeviceResident, bool]]:
         """Upload tensors from their files; return the resident of each, and whether it is new.
@@ -142,7 +143,7 @@ class GpuProvider:
             OutOfMemoryError: The GPU has no room, or its driver refuses.
         """
         with _without_room():
-            return self._gpu.build_unread(wanted, self._manager, self._blocks)
+            return self._builds.build_unread(wanted)
 
     def share_known(
         self, tensor: KnownTensor, accept: Callable[[AnyResident], bool]
@@ -154,7 +155,7 @@ class GpuProvider:
         reading and of `accept` are passed on.
         """
         try:
-            memory = KnownBlocks(self._gpu, self._manager, self._blocks)
+            memory = KnownBlocks(self._gpu, self._manager, self._builds)
             return share_in_part(tensor, memory, accept)
         except BackendError as error:
             _log.debug("%s: not shared in part: %s", tensor.recipe, str(error))

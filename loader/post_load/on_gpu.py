@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensor_dedup.loader.cuda.blocks import BlockLog
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.device_digests import hash_on_gpu
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.manager_residents import (
@@ -139,7 +140,7 @@ class GpuModuleDedup:
             content = gpu.copy_of(param_data(parameter), leaves)
             wanted.append((known, f"content:{known.key}", content))
         views = gpu.views_of(root_module(self._model))
-        found = gpu.get_or_build(wanted, manager, self._blocks)
+        found = DeviceBuilds(gpu, manager, self._blocks).get_or_build(wanted)
         for (_, parameter), (resident, made) in zip(batch, found, strict=True):
             set_param_data(parameter, views.tensor(resident))
             shared = resident.leaf_shared_bytes if made else 0

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from tensor_dedup.loader.cuda.blocks import may_be_in_blocks
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.devices import with_room
 from tensor_dedup.loader.cuda.transfers import HostContent, file_part, memory_part
 from tensor_dedup.loader.post_load.batch import share_in_rounds
@@ -68,7 +69,7 @@ class GpuConversion:
     ) -> None:
         self._gpu: Final = gpu
         self._views: Final = views
-        self._manager: Final = manager
+        self._builds: Final = DeviceBuilds(gpu, manager)
         self._replicas = ReplicaAssigner(taken)
         self.failed: str | None = None
 
@@ -110,7 +111,7 @@ class GpuConversion:
             (each.target, f"content:{each.target.key}", self._content(each, function))
             for each in batch
         ]
-        return [resident for resident, _ in self._gpu.get_or_build(wanted, self._manager)]
+        return [resident for resident, _ in self._builds.get_or_build(wanted)]
 
     def _content(self, each: PendingTransfer, function: Function) -> HostContent | Write:
         data = param_data(each.parameter).detach()

@@ -11,8 +11,8 @@ import torch
 from gpu_runs import gpu_world
 from gpu_runs.gpu_world import KIND, PLACE, Load, wait_for_gpu, weights
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
-from tensor_dedup.loader.cuda.shared import LocalDevice
 from tensor_dedup.loader.cuda.tensors import tensor_at
 from tensor_dedup.loader.process_state import rng_restored_on_failure
 from tensor_dedup.loader.residents.resident import shares_memory

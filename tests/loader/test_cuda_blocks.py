@@ -28,6 +28,7 @@ from tensor_dedup.loader.cuda.blocks import (
     may_be_in_blocks,
     record_of_blocks,
 )
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
@@ -233,7 +234,7 @@ def test_replicas_and_what_has_no_blocks_are_whole(engine: Callable[..., SleepyE
     process = engine(managed=False)
     key = key_of(BASE)
     wanted = (ReplicaKey(key, 1), "replica", process.gpu.copy_of(BASE))
-    [(replica, made)] = process.gpu.get_or_build([wanted], DeviceManagerResidents())
+    [(replica, made)] = DeviceBuilds(process.gpu, DeviceManagerResidents()).get_or_build([wanted])
     assert made
     assert len(replica.slabs) == 1
     assert may_be_in_blocks(key, BLOCKS_FROM)
@@ -300,7 +301,7 @@ def test_what_changed_after_it_was_hashed_is_shared_with_nobody(
     assert process.device is not None
     residents = DeviceManagerResidents(device_session(process.device, process.gpu.gpu, "base"))
     with pytest.raises(BackendError, match="changed"):
-        process.gpu.get_or_build([wanted], residents)
+        DeviceBuilds(process.gpu, residents).get_or_build([wanted])
     assert on_gpu(device) == gpus.in_use() == 0
 
 
@@ -311,7 +312,9 @@ def test_near_the_limit_of_descriptors_a_tensor_is_whole_and_it_is_said(
     log = BlockLog()
     with gpus.few_descriptors():
         wanted = (ReplicaKey(key_of(BASE), 0), "recipe", process.gpu.copy_of(BASE))
-        [(resident, _)] = process.gpu.get_or_build([wanted], DeviceManagerResidents(), log)
+        [(resident, _)] = DeviceBuilds(process.gpu, DeviceManagerResidents(), log).get_or_build(
+            [wanted]
+        )
     assert len(resident.slabs) == 1
     assert "ulimit -n" in (log.why_whole or "")
 
@@ -327,7 +330,7 @@ def test_whatever_call_fails_nothing_is_left(engine: Callable[..., SleepyEngine]
         try:
             wanted = (key, "recipe", process.gpu.copy_of(TUNE))
             found = Views(CPU).tensor(
-                process.gpu.get_or_build([wanted], DeviceManagerResidents())[0][0]
+                DeviceBuilds(process.gpu, DeviceManagerResidents()).get_or_build([wanted])[0][0]
             )
             break
         except BackendError:

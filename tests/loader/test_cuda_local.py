@@ -13,9 +13,10 @@ from gpu_runs.fake_driver import RefusingDriver
 from gpu_runs.gpu_loads import key_of, weights
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.local import LocalDevice
 from tensor_dedup.loader.cuda.new_slabs import OWN_SLAB_BYTES
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
-from tensor_dedup.loader.cuda.shared import LocalDevice, SharedGpu
+from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver

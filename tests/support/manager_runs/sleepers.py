@@ -9,6 +9,7 @@ import torch
 
 from gpu_runs.fake_driver import FakeDriver, RefusingDriver, fake_uuid
 from gpu_runs.gpu_loads import key_of
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
@@ -62,7 +63,9 @@ class SleepyEngine:
             for key, each, here in zip(keys, group, found, strict=True)
             if here is None
         ]
-        made = iter([resident for resident, _ in self.gpu.get_or_build(missing, residents)])
+        made = iter(
+            [resident for resident, _ in DeviceBuilds(self.gpu, residents).get_or_build(missing)]
+        )
         return [here or next(made) for here in found]
 
     def sleep(self) -> SleepReport:
