@@ -111,6 +111,8 @@ def test_the_server_is_one_that_runs_here(
     assert ("--enforce-eager" in found.commands[0]) == (
         server != "vllm serve"
     )  # a CPU compiles long
+    # Of a GPU as much has to be free when the second starts, and by default that is nearly all.
+    assert ("--gpu-memory-utilization 0.4 " in found.commands[0]) == (server == "vllm serve")
 
 
 def test_nothing_and_everything_are_said_only_where_they_are_true() -> None:

@@ -22,8 +22,10 @@ _LITTLE = 0.01
 VLLM_COMMAND = "vllm serve"
 # Of the first server; those of the others follow it.
 _PORT = 8000
-# Without it a second server plans with memory that the first one has.
+# Without them a second server plans with memory that the first one has. So much of a GPU's must be
+# free when a server starts, even if the size of its cache is given.
 _MEMORY = "--kv-cache-memory-bytes 1G"
+_PART_OF_GPU = "--gpu-memory-utilization 0.4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +137,9 @@ def _serving(path: str, port: int, store: str | None) -> str:
         config["store"] = str(Path(store).absolute())
     server = vllm_server()
     # On a CPU vLLM otherwise compiles for many minutes, silently, before a model first answers.
-    eager = "" if server == VLLM_COMMAND else "--enforce-eager "
+    more = _PART_OF_GPU if server == VLLM_COMMAND else "--enforce-eager"
     share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
-    return f"{server} {shlex.quote(model)} --port {port} {_MEMORY} {eager}{share}"
+    return f"{server} {shlex.quote(model)} --port {port} {_MEMORY} {more} {share}"
 
 
 def vllm_server() -> str:
