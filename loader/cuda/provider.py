@@ -191,7 +191,7 @@ class GpuProvider:
             torch.OutOfMemoryError: The GPU has no room.
         """
         there = self._gpu.device
-        return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)
+        return self._gpu.gpu.with_room(lambda: tensor.to(there, copy=True), torch.OutOfMemoryError)
 
 
 @contextmanager

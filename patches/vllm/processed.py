@@ -214,6 +214,11 @@ class KeyedLayer(ABC):
         """Process this layer without reusing the other one, because `reason` forbids that."""
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with the same strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
+
+
 @dataclass(slots=True)
 class ProcessedLayer:
     """A layer that vLLM processes, and whose tensors are shared afterwards.
@@ -247,14 +252,12 @@ class ProcessedLayer:
                 content = None if shared is None else shared.tensor
                 session.memory.keep_private(each, reason, content)
                 continue
-            tensor = torch.empty_strided(
-                each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
-            )
             session.ledger.why_read[each.name] = WhyRead.PROCESSED
             here = made.pop(name, None) or session.make(each)
-            tensor.copy_(here.tensor)
-            session.give_back(here)
+            # A GPU gets its copy from the scratch memory itself.
+            tensor = here.tensor if self.context.on_gpu else _copy(here.tensor)
             replace_data(each.parameter, session.provider.private(tensor))
+            session.give_back(here)
             self.context.done(each)
 
     def process(self, original: Original) -> None:
