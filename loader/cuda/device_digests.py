@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tensor_dedup.loader.cuda.transfers import awaited
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -25,17 +27,7 @@ def hash_on_gpu(gpu: Gpu, tensors: Sequence[torch.Tensor]) -> list[HostContent]:
     Raises:
         BackendError: The driver refuses.
     """
-    begun, errors = [], []
-    try:
+    with awaited() as begun:
         for each in tensors:
             begun.append(gpu.transfers.download(each.data_ptr(), each.nbytes, hashed=True))
-    finally:
-        # Whatever happened to one, until then threads read the others.
-        for transfer in begun:
-            try:
-                transfer.wait()
-            except BaseException as error:  # noqa: BLE001 (raised below)
-                errors.append(error)
-    if errors:
-        raise errors[0]
     return [transfer.content for transfer in begun]

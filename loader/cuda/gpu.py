@@ -267,7 +267,8 @@ class Gpu:
         Each item of `slabs` lists slabs that `opener.open` maps side by side. The context manager
         yields the address of each item. The GPU's context is current meanwhile. At the end, also
         after an error, `fence()` is called before the slabs are unmapped. It must wait until the
-        GPU no longer writes to them. The default waits for all work of the GPU.
+        GPU no longer writes to them. The default waits for all work of the GPU. If `fence` fails,
+        all work of the GPU is waited for. If that fails, too, the slabs stay mapped.
 
         Raises:
             BackendError: The driver refuses. If it cannot unmap the slabs, do not publish them.
@@ -284,10 +285,25 @@ class Gpu:
                 yield addresses
             finally:
                 # Also after a failure: what was begun must not meet an unmapped page.
-                (fence or self.driver.synchronize)()
+                try:
+                    (fence or self.driver.synchronize)()
+                except BaseException:
+                    self._wait_or_keep(undo)
+                    raise
             # Not left to the end of the block: who cannot unmap must not say that all is written.
             for error in undo.run():
                 raise error
+
+    def _wait_or_keep(self, undo: Undo) -> None:
+        """Wait for all work of the GPU; if that fails, discard the steps that unmap memory.
+
+        The addresses would be another mapping's while the GPU still writes to them.
+        """
+        try:
+            self.driver.synchronize()
+        except BackendError as error:
+            undo.keep()
+            _log.warning("memory that was written stays mapped: %s", str(error))
 
     def fill(self, extent: MappedExtent, opener: Opener, write: Callable[[int], object]) -> None:
         """Fill the slab `extent`: map it by `opener.open`, call `write(address)`, and unmap it.

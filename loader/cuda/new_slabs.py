@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tensor_dedup.digest import combine
 from tensor_dedup.loader.cuda.residents import DeviceContent
-from tensor_dedup.loader.cuda.transfers import HostContent
+from tensor_dedup.loader.cuda.transfers import HostContent, awaited
 from tensor_dedup.memory_manager.errors import NoMemoryError
+from tensor_dedup.memory_manager.protocol.limits import MAX_PIECES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,30 +130,17 @@ def write_slabs(
     from_host = all(isinstance(one.content, HostContent) for *_, these in slabs for one in these)
     # What torch copies on the GPU goes in the order of torch's streams.
     fence = gpu.transfers.fence if from_host else gpu.driver.synchronize
-    with gpu.writable([[extent] for extent, *_ in slabs], opener, fence) as addresses:
-        begun: list[DeviceTransfer] = []
-        try:
-            return [
-                [
-                    each.begin(gpu, address + offset, begun)
-                    for offset, each in zip(offsets, these, strict=True)
-                ]
-                for address, (_, offsets, these) in zip(addresses, slabs, strict=True)
+    with (
+        gpu.writable([[extent] for extent, *_ in slabs], opener, fence) as addresses,
+        awaited(progress) as begun,
+    ):
+        return [
+            [
+                each.begin(gpu, address + offset, begun)
+                for offset, each in zip(offsets, these, strict=True)
             ]
-        finally:
-            _wait(begun, progress)
-
-
-def _wait(begun: Sequence[DeviceTransfer], progress: Callable[[], object] | None) -> None:
-    """Wait for all transfers, and then raise the first error of one."""
-    errors = []
-    for each in begun:
-        try:
-            each.wait(progress)
-        except BaseException as error:  # noqa: BLE001  # raised when nothing is under way any more
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            for address, (_, offsets, these) in zip(addresses, slabs, strict=True)
+        ]
 
 
 class Look(Protocol):
@@ -293,14 +281,17 @@ _Tensor = TypeVar("_Tensor", bound=_Sized)
 
 
 def slabs_of(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Group tensors into slabs: blocks and large tensors alone, and small ones together."""
+    """Group tensors into slabs: blocks and large tensors alone, and small ones together.
+
+    No slab has more than MAX_PIECES tensors, which is what a memory manager takes.
+    """
     small: list[_Tensor] = []
     for each in tensors:
         if each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block):
             yield [each]
             continue
         small.append(each)
-        if sum(one.nbytes for one in small) >= BATCH_BYTES:
+        if len(small) == MAX_PIECES or sum(one.nbytes for one in small) >= BATCH_BYTES:
             yield small
             small = []
     if small:

@@ -94,7 +94,8 @@ class SharedGpu:
 
     def here(self, key: ResidentKey) -> DeviceResident | None:
         """Return this process's resident with these bytes, or None: a block, or any other."""
-        if key.dtype == "U8" and (block := self._blocks.get(key.digest)) is not None:
+        block = self._blocks.get(key.digest)
+        if block is not None and block.key == key:  # and of no other shape
             return block
         return self._residents.get(ReplicaKey(key, 0)) or self.local.by_content(key)
 

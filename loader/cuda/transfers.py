@@ -28,10 +28,10 @@ from tensor_dedup.digest import LEAF_BYTES, combine, on_pool, task_ranges
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.residents.slab import bytes_at
 from tensor_dedup.memory_manager.cuda.driver import Driver, current
-from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.memory_manager.errors import BackendError, NoMemoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from concurrent.futures import Future
 
     import torch
@@ -109,7 +109,8 @@ class HostContent:
         known, nothing is hashed.
         """
         self.nbytes: Final = nbytes
-        self.parts: Final = sorted(parts, key=lambda part: part.start)
+        # Of parts that begin together, an empty one comes first: `fill` looks for the last of them.
+        self.parts: Final = sorted(parts, key=lambda part: (part.start, part.nbytes))
         self.hashed: Final = hashed and not leaves
         self._starts: Final = [part.start for part in self.parts]
         self._leaves: dict[int, bytes] = dict(enumerate(leaves))
@@ -182,7 +183,8 @@ class HostContent:
     def hash(self, view: memoryview, at: int, fragments: Sequence[_Fragment]) -> None:
         """Hash the leaves in `view`, which `fill` has filled from byte `at` of the tensor on.
 
-        Leaves that were hashed before, because the tensor is uploaded again, are not.
+        Raises:
+            BackendError: The tensor is uploaded again, and has changed since it was hashed.
         """
         waiting = deque(fragments)
         for begin in range(0, len(view), LEAF_BYTES):
@@ -191,15 +193,22 @@ class HostContent:
             while size < len(leaf):
                 mine.append(waiting.popleft())
                 size += len(mine[-1].view)
-            if (at + begin) // LEAF_BYTES in self._leaves:
-                continue
+            number = (at + begin) // LEAF_BYTES
             alone = mine[0] if len(mine) == 1 else None
             digest = (alone.known if alone else None) or self._hashed(leaf)
+            if (before := self._leaves.get(number)) is not None:
+                # A file may change between two uploads, and others trust the digest of the first.
+                if digest != before:
+                    raise BackendError(
+                        f"leaf {number} of {self.nbytes} bytes has changed since it was hashed; "
+                        "load the tensor privately"
+                    )
+                continue
             for each in mine:
                 joined = self._joined[each.part]
                 if joined is not None:
                     joined.add(each.offset, each.view, digest if alone else None)
-            self._leaves[(at + begin) // LEAF_BYTES] = digest
+            self._leaves[number] = digest
 
     def _hashed(self, leaf: memoryview) -> bytes:
         with self._lock:
@@ -247,9 +256,10 @@ class Transfers:
         end = content.nbytes if end is None else end
         stream = self._opened()
         made = DeviceTransfer(content)
-        for first, last in task_ranges(end - start):
-            task = partial(self._send, made, address + first, start + first, start + last, stream)
-            made.tasks.append(on_pool(task))
+        made.begin(
+            partial(self._send, made, address + first, start + first, start + last, stream)
+            for first, last in task_ranges(end - start)
+        )
         return made
 
     def download(
@@ -270,9 +280,10 @@ class Transfers:
         stream = self._opened()
         whole = UploadPart(0, nbytes, lambda into, offset: None)
         made = DeviceTransfer(HostContent(nbytes, [whole], hashed=hashed))
-        for start, stop in task_ranges(nbytes):
-            task = partial(self._receive, made, address, write, start, stop, stream)
-            made.tasks.append(on_pool(task))
+        made.begin(
+            partial(self._receive, made, address, write, start, stop, stream)
+            for start, stop in task_ranges(nbytes)
+        )
         return made
 
     def fence(self) -> None:
@@ -346,19 +357,35 @@ class DeviceTransfer:
         self.failed = False
         self.tasks: Final[list[Future[None]]] = []
 
+    def begin(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Hand the tasks to the thread pool. After an error, no thread works on any of them."""
+        try:
+            for task in tasks:
+                self.tasks.append(on_pool(task))
+        except BaseException:
+            self._end()
+            raise
+
     def wait(self, progress: Callable[[], object] | None = None) -> None:
         """Wait until no thread works on the transfer any more, and raise the first error.
 
-        The GPU may still be copying to its memory. `progress` is called now and then.
+        The GPU may still be copying to its memory. `progress` is called now and then. If it raises
+        an error, or the wait is interrupted, the transfer ends early, and no thread works on it.
         """
-        errors = []
+        try:
+            for task in self.tasks:
+                task.exception()
+                if progress is not None:
+                    progress()
+        except BaseException:
+            self._end()
+            raise
         for task in self.tasks:
-            errors.append(task.exception())
-            if progress is not None:
-                progress()
-        failed = next((error for error in errors if error is not None), None)
-        if failed is not None:
-            raise failed
+            task.result()
+
+    def _end(self) -> None:
+        self.failed = True
+        _wait_for_all(self.tasks)
 
     @property
     def digest(self) -> str:
@@ -376,7 +403,7 @@ class DeviceTransfer:
 
 
 @contextmanager
-def awaited(progress: Callable[[], None] | None = None) -> Iterator[list[DeviceTransfer]]:
+def awaited(progress: Callable[[], object] | None = None) -> Iterator[list[DeviceTransfer]]:
     """Context manager that yields a list, and waits for the transfers that were added to it.
 
     The first error of a transfer is raised. After an error, also of the block or of `progress`, the
@@ -390,8 +417,20 @@ def awaited(progress: Callable[[], None] | None = None) -> Iterator[list[DeviceT
     except BaseException:
         for each in begun:
             each.failed = True
-        wait_for_tasks([task for each in begun for task in each.tasks])
+        _wait_for_all([task for each in begun for task in each.tasks])
         raise
+
+
+def _wait_for_all(tasks: Sequence[Future[None]]) -> None:
+    """Wait until all tasks have ended. An interruption is raised then, and not before."""
+    interrupted: KeyboardInterrupt | None = None
+    while not all(task.done() for task in tasks):
+        try:
+            wait_for_tasks(tasks)
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 @dataclass(slots=True)
@@ -515,11 +554,12 @@ class _Buffer:
 class Ring:
     """The page-locked buffers of this process. Safe from any thread.
 
-    There are at most `most`. They are allocated when no other is free, and never freed.
+    There are at most `most`, or as many as the system allows. They are allocated when no other is
+    free, and never freed.
     """
 
     def __init__(self, most: int = MOST_BUFFERS) -> None:
-        self._most: Final = most
+        self._most = most
         self.reset()
 
     def reset(self) -> None:
@@ -604,6 +644,9 @@ class Ring:
             except BaseException as error:
                 with self._changed:
                     self._lose(error)
+                    if oldest is None and isinstance(error, NoMemoryError) and self._made:
+                        self._most = self._made  # the others must do
+                        continue
                 of_another = oldest is not None and not oldest.is_of(driver, stream)
                 if of_another and isinstance(error, BackendError):
                     continue

@@ -165,7 +165,7 @@ def task_ranges(nbytes: int) -> Iterator[tuple[int, int]]:
     Each is one task. All begin at a multiple of LEAF_BYTES and have at most 16 MiB.
     """
     leaves = -(-nbytes // LEAF_BYTES)
-    step = min(-(-leaves // _thread_count()), _MAX_CHUNK_LEAVES) * LEAF_BYTES
+    step = max(min(-(-leaves // _thread_count()), _MAX_CHUNK_LEAVES), 1) * LEAF_BYTES
     for start in range(0, nbytes, step):
         yield start, min(start + step, nbytes)
 

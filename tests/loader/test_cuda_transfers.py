@@ -9,8 +9,10 @@ import gc
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,8 +35,8 @@ from tensor_dedup.loader.cuda.transfers import (
     memory_part,
 )
 from tensor_dedup.memory_manager.backends.vmm import VmmAllocation, VmmBackend
-from tensor_dedup.memory_manager.cuda.driver import Driver, Result, current, refused
-from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, current, refused
+from tensor_dedup.memory_manager.errors import BackendError, ManagerGoneError
 
 ROOM = 12 * LEAF_BYTES
 
@@ -86,7 +88,7 @@ def poisoned(part: UploadPart) -> UploadPart:
     return part._replace(fill=fill)
 
 
-@pytest.mark.parametrize("nbytes", [1, LEAF_BYTES, LEAF_BYTES + 1, 11 * LEAF_BYTES - 3])
+@pytest.mark.parametrize("nbytes", [0, 1, LEAF_BYTES, LEAF_BYTES + 1, 11 * LEAF_BYTES - 3])
 def test_a_file_arrives_and_its_digest_is_known(place: Place, tmp_path: Path, nbytes: int) -> None:
     data = pattern(nbytes)[:nbytes]
     file = tmp_path / "weights"
@@ -185,6 +187,138 @@ def test_a_leaf_whose_digest_the_source_knows_is_not_hashed(place: Place) -> Non
     with place.gpu.writable([[place.extent]], place.gpu.vmm(), place.transfers.fence) as [address]:
         place.transfers.upload_range(address, known).wait()
     assert (known.bytes_hashed, known.digest) == (0, digest(data))
+
+
+def test_an_empty_part_is_nowhere(place: Place) -> None:
+    """Whichever of two parts that begin together is given first."""
+    data = pattern(2 * BUFFER_BYTES)[: 2 * BUFFER_BYTES]
+    tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    halves = [
+        memory_part(tensor[at : at + BUFFER_BYTES])._replace(start=at) for at in (0, BUFFER_BYTES)
+    ]
+    empty = [memory_part(tensor[:0])._replace(start=at) for at in (0, BUFFER_BYTES, len(data))]
+    for parts in ([*halves, *empty], [*empty, *halves]):
+        assert place.upload(0, len(data), *parts) == digest(data)
+        assert place.bytes_at(0, len(data)) == data
+
+
+def test_what_changes_between_two_uploads_is_noticed(place: Place, tmp_path: Path) -> None:
+    """As a file may while a slab is filled that the manager then does not take."""
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(3 * LEAF_BYTES))
+    with file.open("r+b", buffering=0) as opened:
+        content = HostContent(3 * LEAF_BYTES, [file_part(opened.fileno(), 0, 3 * LEAF_BYTES)])
+
+        def upload() -> None:
+            writable = place.gpu.writable([[place.extent]], place.gpu.vmm(), place.transfers.fence)
+            with writable as [address]:
+                place.transfers.upload_range(address, content).wait()
+
+        upload()
+        upload()
+        assert content.digest == digest(bytes(3 * LEAF_BYTES))
+        opened.seek(LEAF_BYTES)
+        opened.write(b"other")
+        with pytest.raises(BackendError, match=f"leaf 1 of {3 * LEAF_BYTES} bytes has changed"):
+            upload()
+
+
+def test_a_copy_that_is_interrupted_twice_goes_on_nowhere(place: Place) -> None:
+    """No thread may copy to an address that is unmapped, and soon another mapping's."""
+    go = threading.Event()
+    done: list[int] = []
+
+    def fill(into: memoryview, offset: int) -> None:
+        if offset:
+            go.wait(30)
+        done.append(offset)
+
+    def interrupt() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+        go.set()
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.1, interrupt)
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            place.upload(0, ROOM, UploadPart(0, ROOM, fill))
+        found = list(done)
+        assert go.is_set()
+    finally:
+        go.set()
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+    time.sleep(0.1)
+    assert done == found
+
+
+def test_after_an_error_of_progress_no_thread_works_on_a_transfer(place: Place) -> None:
+    go = threading.Event()
+
+    def fill(into: memoryview, offset: int) -> None:
+        if offset >= 8 * LEAF_BYTES:  # which is another task
+            go.wait(30)
+
+    def gone() -> None:
+        threading.Timer(0.1, go.set).start()
+        raise ManagerGoneError("no manager")
+
+    with place.gpu.writable([[place.extent]], place.gpu.vmm(), place.transfers.fence) as [address]:
+        made = place.transfers.upload(address, ROOM, [UploadPart(0, ROOM, fill)])
+        with pytest.raises(ManagerGoneError):
+            made.wait(gone)
+        assert go.is_set()
+        assert all(each.done() for each in made.tasks)
+
+
+def test_a_fence_that_fails_unmaps_nothing_to_which_the_gpu_copies(place: Place) -> None:
+    part = memory_part(torch.ones(LEAF_BYTES, dtype=torch.uint8))
+
+    def fence() -> None:
+        raise refused("cuEventRecord", Result.STREAM_CAPTURE_UNSUPPORTED)
+
+    def captured() -> None:
+        place.driver.capturing = True
+        fence()
+
+    with (
+        pytest.raises(BackendError, match="cuEventRecord"),
+        place.gpu.writable([[place.extent]], place.gpu.vmm(), fence) as [address],
+    ):
+        place.transfers.upload(address, LEAF_BYTES, [part]).wait()
+    assert place.driver.left() == {"events": 1}  # of the buffer
+    # A GPU that cannot be waited for keeps what it may write to.
+    with (
+        pytest.raises(BackendError, match="cuEventRecord"),
+        place.gpu.writable([[place.extent]], place.gpu.vmm(), captured) as [address],
+    ):
+        place.transfers.upload(address, LEAF_BYTES, [part]).wait()
+    assert place.driver.access(address) == Access.READ_WRITE
+    place.driver.capturing = False
+    place.transfers.fence()
+    place.gpu.vmm().close(address, [place.extent])
+
+
+class Cramped(FakeDriver):
+    """A driver that page-locks one buffer."""
+
+    calls = count()
+
+    def page_lock(self, nbytes: int) -> int:
+        if next(self.calls):
+            raise refused("cuMemHostAlloc", Result.OUT_OF_MEMORY, nbytes)
+        return super().page_lock(nbytes)
+
+
+def test_where_no_more_memory_is_page_locked_the_ring_is_as_large_as_it_was() -> None:
+    place = Place(Cramped(late=True), 8)
+    tensor = torch.arange(ROOM // 8)
+    place.upload(0, ROOM, poisoned(memory_part(tensor)))
+    assert place.bytes_at(0, ROOM) == tensor.numpy().tobytes()
+    assert place.ring.nbytes == BUFFER_BYTES
 
 
 def test_nobody_unmaps_a_slab_to_which_the_gpu_still_copies(place: Place) -> None:
