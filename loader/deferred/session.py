@@ -241,15 +241,18 @@ class LoadSession:
         if not unread or self.straight is None:
             return
         began = time.perf_counter()
+        found: Sequence[tuple[AnyResident, bool]] | None = None
         try:
             found = self.straight.build_unread([one for _, one in unread])
         except SharedMemoryError as error:
-            # There may be room for those of which nobody has the bytes.
             _log.debug("read into host memory first: %s", str(error))
-            self._share_missed([each for each, _ in unread])
-            return
         finally:
             self.reader.counters.read_seconds += time.perf_counter() - began
+        if found is None:
+            # There may be room for those of which nobody has the bytes, and that of the attempt is
+            # free again: the error, which refers to it, is gone.
+            self._share_missed([each for each, _ in unread])
+            return
         for (each, _), (resident, made) in zip(unread, found, strict=True):
             self.memory.install(each, resident, made=made)
             self.lookup.note(each, resident)

@@ -45,13 +45,14 @@ from tensor_dedup.loader.cuda.shared import SharedGpu
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS, RING
 from tensor_dedup.loader.deferred.evaluate import Scratch
+from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.not_shared import WhyRead
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
-from tensor_dedup.memory_manager.cuda.driver import Access, Driver
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, refused
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
@@ -332,6 +333,39 @@ def test_a_file_that_ends_early_leaves_nothing_on_the_gpu(
         gc.collect()
         assert gpu.gpu.reap(wait=True) == 0
         assert gpus.in_use() == 0
+
+
+def test_what_finds_no_room_with_its_files_is_read_again_when_that_room_is_free(
+    driver: gpus.Full, tmp_path: Path, llama: checkpoints.Pair
+) -> None:
+    """So that what others have is found where only what differs has room."""
+    path = checkpoints.same(llama.base, tmp_path / "copy")
+    engines.leave_alone(path / checkpoints.WEIGHTS)
+    in_use: list[int] = []
+    share_missed = LoadSession._share_missed
+
+    with loads.prepared(path):
+        expected = loads.load(path, {"cpu_weights": "plain"}).parameters()
+    with on(driver) as gpu, loads.prepared(llama.base):
+
+        def refuse(*_: int) -> None:
+            raise refused("cuMemMap", Result.OUT_OF_MEMORY, 1)
+
+        def again(*given: Any) -> None:
+            full.stop()
+            in_use.append(gpus.in_use())
+            share_missed(*given)
+
+        full = mock.patch.object(driver, "map", refuse)
+        full.start()
+        with mock.patch.object(LoadSession, "_share_missed", again):
+            found = loads.load(path, {})
+        assert in_use[0] == 0
+        assert found.parameters() == expected
+        assert set(accesses_of(found, driver)) == {Access.READ}
+        del found
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
 
 
 def test_a_remembered_digest_that_is_wrong_is_noticed_while_it_is_uploaded(
