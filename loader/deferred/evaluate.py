@@ -186,6 +186,8 @@ class Evaluator:
         if needs_base(storage, version):
             return None
         ranges = parts_of(view)
+        if not all(each.zeros or each.source is not None for each in ranges):
+            return None
         copied = {self._direct_span(write) for write in live_writes(storage, version)} - {None}
         wanted = {(each.start, each.stop) for each in ranges if not each.zeros}
         return ranges if wanted and wanted == copied else None

@@ -1,11 +1,16 @@
 """Deferred loading gives the bytes of plain loading, and equal recipes mean equal bytes."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensor_dedup.loader.deferred.storage import as_view
+from tensor_dedup.loader.deferred.straight_reads import unread_tensor
 from vllm_runs import deferring
 
 _STEP = st.tuples(*(st.integers(0, 9999),) * 4)
@@ -41,6 +46,8 @@ def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str,
     found = {}
     with deferring.deferred(deferring.random_model(), path, load) as run:
         assert deferring.raw(run.model.get_buffer("buffer")) == wanted["buffer"]
+        for name, straight in straight_bytes(run).items():
+            assert straight == wanted[name], name
         used = {
             name: {source.spec.name for source in each.sources}
             for name, each in run.parameters.items()
@@ -51,6 +58,20 @@ def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str,
                 found[name] = run.book.digest(each.view), used[name]
                 assert _SEEN.setdefault(found[name][0], wanted[name]) == wanted[name]
         assert max(run.file.reads.values(), default=0) <= 1
+    return found
+
+
+def straight_bytes(run: deferring.Deferred) -> dict[str, bytes]:
+    """The bytes of those final tensors that could go straight from the file to a GPU."""
+    found = {}
+    for name, each in run.parameters.items():
+        wanted = each.view is not None and each.view.is_whole() and each.sources
+        unread = unread_tensor(each, run.evaluator, run.reader, str) if wanted else None
+        if unread is not None:
+            flat = torch.full((each.nbytes,), 255, dtype=torch.uint8)
+            unread.content.fill(flat.numpy().data, 0)
+            found[name] = deferring.raw(as_view(flat, each.require_view()))
+    run.file.reads.clear()
     return found
 
 
@@ -69,3 +90,28 @@ def test_any_long_program_gives_the_bytes_of_plain_loading(
     files: dict[int, Path], program: list[deferring.Step]
 ) -> None:
     check(files, program)
+
+
+@pytest.mark.parametrize(
+    ("source", "turn"),
+    [
+        (torch.arange(1.0, 25.0).view(1, 24), lambda w: w.t()),
+        (torch.arange(1.0, 25.0).view(4, 1, 6), lambda w: w.transpose(1, 2)),
+        (torch.arange(1.0, 25.0).view(24, 1), lambda w: w),
+    ],
+    ids=["row as a column", "inner row as columns", "column"],
+)
+def test_a_dimension_of_one_loses_nothing_on_the_way_to_a_gpu(
+    tmp_path: Path, source: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """What is turned is in order, and its strides are not those of the parameter."""
+    path = deferring.save(tmp_path / "one.safetensors", {"w": source})
+    model = deferring.module(p=torch.zeros(turn(source).shape))
+
+    def load(m: Any, w: deferring.Weights) -> None:
+        m.p.data.copy_(turn(w["w"]))
+
+    with deferring.deferred(model, path, load) as run:
+        straight = straight_bytes(run)
+        assert set(straight.values()) <= {deferring.raw(source)}
+        assert run.bytes("p") == deferring.raw(source)
