@@ -166,6 +166,7 @@ class LoadSession:
         if made is None:
             self.lookup.find(parameters)
         unread: list[tuple[DeferredParameter, UnreadTensor]] = []
+        awaited: set[str] = set()
         missed: list[DeferredParameter] = []
         for each in parameters:
             if each.installed:
@@ -176,7 +177,7 @@ class LoadSession:
                 self.memory.keep_private(each, reason, content)
             elif made is not None or not self._share_known(each):
                 one = self._unread(each) if made is None else None
-                if one is None:
+                if one is None or self._is_awaited(each, awaited):
                     missed.append(each)
                     continue
                 unread = self._with_room_for(each, unread)
@@ -187,9 +188,16 @@ class LoadSession:
     def _share_missed(
         self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
     ) -> None:
-        """Compute tensors in host memory, and share them by their content."""
+        """Compute tensors in host memory, and share them by their content.
+
+        Those that have been made meanwhile, as equals of others, are found without being computed.
+        """
         small: list[Missed] = []
         for each in parameters:
+            resident = self.lookup.take(each) if made is None else None
+            if resident is not None:
+                self._install_checked(each, resident)
+                continue
             missed = self._share_by_content(each, made)
             if missed is None:
                 continue
@@ -218,6 +226,14 @@ class LoadSession:
         if self.config.verifies_bytes or self.config.audit or self.ahead.has(each):
             return None
         return unread_tensor(each, self.evaluator, self.reader, self.lookup.key)
+
+    def _is_awaited(self, each: DeferredParameter, awaited: set[str]) -> bool:
+        """Return whether an equal tensor is to be read; if not, add the key of `each`, if known."""
+        key = self.lookup.key(each) if each.known else None
+        if key is None or key in awaited:
+            return key is not None
+        awaited.add(key)
+        return False
 
     def _with_room_for(
         self,

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
@@ -203,6 +204,33 @@ def test_the_report_says_which_tensors_of_a_known_model_were_read_and_why(
         assert set(found := reads(base)) == {WhyRead.NOT_RESIDENT}
         assert found[WhyRead.NOT_RESIDENT] > 0.95 * every[0]
         kept.clear()
+
+
+def test_of_layers_that_a_merge_repeats_one_is_read_where_they_are_known(
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path
+) -> None:
+    """Nothing of it is resident when it is loaded again."""
+    tensors = load_file(llama.base / checkpoints.WEIGHTS)
+
+    def repeat(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensors[name.replace("layers.1.", "layers.0.")].clone()
+
+    merge = checkpoints.mapped(llama.base, tmp_path / "merge", repeat)
+    engines.leave_alone(merge / checkpoints.WEIGHTS)
+    repeated = {name: each for name, each in tensors.items() if "layers.1." in name}
+    distinct = {name: each for name, each in tensors.items() if name not in repeated}
+    assert len(repeated) > 8
+    with on(driver) as gpu, loads.prepared(llama.base):
+        expected = loads.load(merge, {}).parameters()  # and dropped
+        gc.collect()
+        assert gpu.gpu.reap(wait=True) == 0
+        assert gpus.in_use() == 0
+        again = loads.load(merge, {})
+        last = engines.last_report()
+        assert last.known
+        assert 0 < last.bytes_read <= sum(each.nbytes for each in distinct.values())
+        assert again.parameters() == expected
+        del again
 
 
 def large_llama(folder: Path, rows: int) -> Path:
