@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import torch
@@ -195,6 +195,7 @@ class DeviceContent:
     tensor: torch.Tensor
     place: tuple[int, int]
     known_leaves: Sequence[bytes] = ()
+    _computed: list[bytes] = field(default_factory=list, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -209,10 +210,12 @@ class DeviceContent:
         """
         if self.known_leaves:
             return self.known_leaves
-        data = tensor_bytes(self.tensor.cpu())
-        leaves: list[bytes] = []
-        submit(data, leaves=leaves).result()
-        return leaves or leaf_digests(data)
+        if not self._computed:
+            data = tensor_bytes(self.tensor.cpu())
+            submit(data, leaves=self._computed).result()
+            if not self._computed:
+                self._computed.extend(leaf_digests(data))
+        return self._computed
 
     def __call__(self, address: int) -> None:
         """Copy the whole tensor to `address`."""
