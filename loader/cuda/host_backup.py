@@ -129,6 +129,8 @@ class HostBackup:
             with self._readable([each.slab for each in missing.values()]) as addresses:
                 self._put_all(missing, addresses, results)
         finally:
+            for result in results:
+                _drop_frames(result.error)
             self._take_over(results, {name: each.nbytes for name, each in missing.items()}, found)
         for result in results:
             if result.error is not None:  # among others: the bytes were not those of the digest

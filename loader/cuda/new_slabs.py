@@ -7,6 +7,7 @@ waits for the GPU once, at its end.
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from tensor_dedup.digest import combine
 from tensor_dedup.loader.cuda.residents import DeviceContent
 from tensor_dedup.loader.cuda.transfers import HostContent, awaited
 from tensor_dedup.memory_manager.errors import NoMemoryError
-from tensor_dedup.memory_manager.protocol.limits import MAX_PIECES
+from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -277,25 +278,44 @@ class _Sized(Protocol):
         """The size in bytes."""
 
 
+_T = TypeVar("_T")
 _Tensor = TypeVar("_Tensor", bound=_Sized)
 
 
 def slabs_of(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Group tensors into slabs: blocks and large tensors alone, and small ones together.
+    """Group tensors into slabs: blocks and large tensors alone, and small ones together."""
 
-    No slab has more than MAX_PIECES tensors, which is what a memory manager takes.
+    def is_alone(each: _Tensor) -> bool:
+        return each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block)
+
+    # An engine that wakes puts a slab back with a layer key for each tensor, and a reservation has no more.
+    return slab_batches(tensors, lambda each: each.nbytes, is_alone, MAX_KEYS)
+
+
+def slab_batches(
+    items: Iterable[_T],
+    nbytes: Callable[[_T], int],
+    is_alone: Callable[[_T], bool],
+    most: float = math.inf,
+) -> Iterator[list[_T]]:
+    """Group `items` into batches, each for one slab, and yield the batches.
+
+    `nbytes` returns the size of an item in bytes, and `is_alone` whether it gets a slab by itself.
+    A batch has at most `most` items. `items` is only read as far as the next batch needs.
     """
-    small: list[_Tensor] = []
-    for each in tensors:
-        if each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block):
-            yield [each]
+    batch: list[_T] = []
+    size = 0
+    for item in items:
+        if is_alone(item):
+            yield [item]
             continue
-        small.append(each)
-        if len(small) == MAX_PIECES or sum(one.nbytes for one in small) >= BATCH_BYTES:
-            yield small
-            small = []
-    if small:
-        yield small
+        batch.append(item)
+        size += nbytes(item)
+        if size >= BATCH_BYTES or len(batch) >= most:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def rounds(slabs: Iterable[list[_Tensor]]) -> Iterator[list[list[_Tensor]]]:

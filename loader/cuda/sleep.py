@@ -298,8 +298,11 @@ class SleepingModel:
         """
         done = 0
         self._waking.set()
-        with self._lock:
+        try:
+            self._lock.acquire()
+        finally:  # also where Ctrl-C ends the waiting
             self._waking.clear()
+        try:
             self._watch_off()
             try:
                 while self._mappings:
@@ -308,6 +311,8 @@ class SleepingModel:
                     done += self._wake(batch, found)
             finally:
                 self._watch_on()  # for what sleeps on
+        finally:
+            self._lock.release()
         return done
 
     def _next_to_wake(self) -> list[SleepingMapping]:

@@ -202,7 +202,7 @@ class StandbyMemory:
     ) -> list[SleepingSlab]:
         """Put slabs into the manager's memory for all who wake, and add them to `found`.
 
-        Returns the slabs that others are putting.
+        Returns the slabs that others are putting, or that could not be reserved beside the rest.
         """
         assert self._memory is not None
         contested = []
@@ -222,7 +222,10 @@ class StandbyMemory:
 
     def _reserved(self, slab: SleepingSlab) -> Put | None:
         assert self._device is not None
-        reservation = self._device.reserve(_keys(slab), self._checkpoint)
+        try:
+            reservation = self._device.reserve(_keys(slab), self._checkpoint)
+        except RefusedError:  # other models of this process hold as many puts as it may have
+            return None
         if reservation.put is not None and reservation.of("granted") != _keys(slab):
             reservation.put.abandon()
             return None

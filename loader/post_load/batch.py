@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from torch import nn
 
 from tensor_dedup.digest import stream, submit
-from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, ROUND_BYTES
+from tensor_dedup.loader.cuda.new_slabs import OWN_SLAB_BYTES, ROUND_BYTES, slab_batches
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
@@ -67,31 +68,6 @@ def reason_of_class(parameter: nn.Parameter) -> str | None:
     return f"a parameter of class {kind.__name__} is left alone"
 
 
-def slab_batches(
-    items: Iterable[_T],
-    nbytes: Callable[[_T], int],
-    is_alone: Callable[[int], bool] = lambda size: size >= OWN_SLAB_BYTES,
-) -> Iterator[list[_T]]:
-    """Group `items` into batches, each for one slab, and yield the batches.
-
-    `nbytes` returns the size of an item in bytes, and `is_alone` returns whether an item of that
-    size gets a slab by itself. `items` is only read as far as the next batch needs.
-    """
-    batch: list[_T] = []
-    size = 0
-    for item in items:
-        if is_alone(nbytes(item)):
-            yield [item]
-            continue
-        batch.append(item)
-        size += nbytes(item)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
 def share_in_rounds(
     items: Iterable[_T],
     nbytes: Callable[[_T], int],
@@ -111,7 +87,7 @@ def share_in_rounds(
         try:
             share([item for item, _ in batch])
         except BackendError as error:
-            parts = [*slab_batches(batch, lambda sized: sized[1])]
+            parts = [*slab_batches(batch, itemgetter(1), lambda sized: sized[1] >= OWN_SLAB_BYTES)]
             if isinstance(error, NoMemoryError) and len(parts) > 1:
                 waiting.extendleft(reversed(parts))
             elif not refuse([item for item, _ in batch], error):

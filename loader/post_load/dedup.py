@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader.cuda.blocks import spare_descriptors
-from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES, OWN_SLAB_BYTES, slab_batches
 from tensor_dedup.loader.not_shared import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,
@@ -34,7 +34,6 @@ from tensor_dedup.loader.post_load.batch import (
     HashBatch,
     MissingResident,
     reason_of_class,
-    slab_batches,
 )
 from tensor_dedup.loader.post_load.equal_untied import (
     ReplicaAssigner,
@@ -133,7 +132,7 @@ class ModuleDedup:
         self._take_back_written()
         for buffer in self.model.buffers():
             self._restore_views_with(buffer)
-        for batch in slab_batches(self._left(), _nbytes, _is_alone):
+        for batch in slab_batches(self._left(), _nbytes, _has_own_slab):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._on_gpus.share(list(self._left()))
@@ -160,7 +159,7 @@ class ModuleDedup:
         """
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
-        for batch in slab_batches(left, _nbytes, _is_alone):
+        for batch in slab_batches(left, _nbytes, _has_own_slab):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._end()
@@ -493,6 +492,10 @@ def _is_alone(nbytes: int) -> bool:
     if nbytes < LEAF_SHARED_FROM or nbytes >= OWN_SLAB_BYTES:
         return nbytes >= OWN_SLAB_BYTES
     return spare_descriptors(_MANY_DESCRIPTORS) > 0
+
+
+def _has_own_slab(item: NamedParameter) -> bool:
+    return _is_alone(item[1].nbytes)
 
 
 def _nbytes(item: NamedParameter) -> int:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from tensor_dedup.loader.cuda.blocks import BlockLog
 from tensor_dedup.loader.cuda.builds import DeviceBuilds
@@ -31,14 +34,13 @@ from tensor_dedup.loader.residents.resident import (
     key_anywhere,
     sharable_anywhere,
 )
+from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.loader.post_load.batch import DedupContext
-    from tensor_dedup.memory_manager.errors import BackendError
 
 
 class GpuShare(NamedTuple):
@@ -87,9 +89,15 @@ class GpuModuleDedup:
         here = [(gpu, item) for gpu, item in here if item[1].device.type != "cpu"]
         if not here:
             return
-        whole = (param_data(each) for each in root_module(self._model).parameters())
-        held = Counter(number_of(param_data(each).untyped_storage()) for _, (_, each) in here)
+        root = root_module(self._model)
+        whole = [param_data(each) for each in chain(root.parameters(), root.buffers())]
+        held = Counter(
+            number_of(each.untyped_storage())
+            for each in whole
+            if each.layout is torch.strided and each.device.type not in ("cpu", "meta")
+        )
         self._replicas = ReplicaAssigner(k for d in whole if (k := DEVICES.known(d)) is not None)
+        whole.clear()  # or their memory would stay until all are shared
         by_gpu: dict[SharedGpu, list[NamedParameter]] = {}
         for gpu, item in here:
             if self._is_candidate(item[1], held):
@@ -119,12 +127,17 @@ class GpuModuleDedup:
     def _share_on(self, gpu: SharedGpu, items: Sequence[NamedParameter]) -> None:
         where, name = self._context.config.memory_manager, type(self._model).__name__
         manager = device_manager_residents(where, name, gpu.gpu)
-        with gpu.gpu.entered():
-            gpu.gpu.driver.synchronize()  # what loaded them may be under way
 
         def refuse(batch: Sequence[NamedParameter], error: BackendError) -> bool:
             self.reasons.update((id(each), str(error)) for _, each in batch)
             return True
+
+        try:
+            with gpu.gpu.entered():
+                gpu.gpu.driver.synchronize()  # what loaded them may be under way
+        except BackendError as error:
+            refuse(items, error)
+            return
 
         share_in_rounds(
             items, lambda item: item[1].nbytes, lambda each: self._share(gpu, each, manager), refuse
@@ -141,8 +154,13 @@ class GpuModuleDedup:
             wanted.append((known, f"content:{known.key}", content))
         views = gpu.views_of(root_module(self._model))
         found = DeviceBuilds(gpu, manager, self._blocks).get_or_build(wanted)
-        for (_, parameter), (resident, made) in zip(batch, found, strict=True):
-            set_param_data(parameter, views.tensor(resident))
+        # All are shared, or none. Not as a comprehension: it would end tensors, which calls Python,
+        # while its error is on its way.
+        mapped: list[torch.Tensor] = []
+        for resident, _ in found:
+            mapped.append(views.tensor(resident))
+        for (_, parameter), tensor, (resident, made) in zip(batch, mapped, found, strict=True):
+            set_param_data(parameter, tensor)
             shared = resident.leaf_shared_bytes if made else 0
             self.shares[id(parameter)] = GpuShare(made, not made, shared)
 

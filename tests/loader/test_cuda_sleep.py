@@ -8,6 +8,8 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,9 +25,14 @@ from manager_runs import managers
 from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import digest
 from tensor_dedup.loader.cuda import host_backup, sleeping_slabs, transfers
+from tensor_dedup.loader.cuda.builds import DeviceBuilds
+from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
+from tensor_dedup.loader.cuda.residents import UnreadTensor
 from tensor_dedup.loader.cuda.sleep import SleepReport
 from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
+from tensor_dedup.loader.cuda.transfers import HostContent, memory_part
 from tensor_dedup.memory_manager.client.puts import Put
+from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.errors import BackendError, ManagerGoneError, MemoryManagerError
 
 BIG, SMALL, OTHER = weights(1, 200_000), weights(2, 100), weights(3, 70_000)
@@ -219,6 +226,40 @@ def test_a_model_that_uses_a_part_of_a_slab_wakes_with_that_part(
     for each in (part, whole):
         each.model.wake()
         assert each.is_right()
+
+
+@pytest.mark.parametrize("count", [300, 1100])
+def test_engines_that_wake_have_many_small_tensors_once(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, count: int
+) -> None:
+    """They were read from files, in slabs that were written before a digest was known."""
+    small = [weights(number, 10) for number in range(count)]
+    first = engine()
+    assert first.device is not None
+    manager = DeviceManagerResidents(device_session(first.device, first.gpu.gpu, "base"))
+    unread = [
+        UnreadTensor(
+            replace(key_of(each), digest=""),
+            HostContent(each.nbytes, [memory_part(each)]),
+            partial("recipe {}".format, number),
+        )
+        for number, each in enumerate(small)
+    ]
+    made = DeviceBuilds(first.gpu, manager).build_unread(unread)
+    first.tensors += [first.views.tensor(each) for each, _ in made]
+    first.wanted += small
+    del made
+    second = engine(small)
+    size = sum(each.nbytes for each in small)
+    assert on_gpu(device) == size
+    for each in (first, second):
+        assert each.sleep().reasons == []
+    managers.until(lambda: on_gpu(device) == 0)
+    for each in (first, second):
+        each.model.wake()
+        assert each.is_right()
+    assert on_gpu(device) == size
+    assert device.overview().totals.leases == 2 * count
 
 
 # What it costs.
@@ -429,6 +470,44 @@ def test_one_that_another_is_just_putting_is_waited_for(
     assert on_gpu(device) == NBYTES  # lent, and not this process's own
 
 
+def test_what_cannot_be_reserved_beside_what_others_put_is_put_later(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    one = engine(*BASE)
+    one.sleep()
+    assert one.device is not None
+    most = Settings(0).max_puts
+    others = [one.device.reserve([f"other-{number}"]).put for number in range(most - 1)]
+    one.model.wake()
+    assert one.is_right()
+    assert on_gpu(device) == NBYTES
+    for put in others:
+        assert put is not None
+        put.abandon()
+
+
+def test_a_wake_that_is_interrupted_while_it_waits_does_not_keep_memory_on_the_gpu(
+    engine: Callable[..., SleepyEngine], host: managers.Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = engine(*BASE)
+
+    class Interrupted:
+        def acquire(self) -> None:
+            raise KeyboardInterrupt
+
+        __enter__ = acquire
+
+        def __exit__(self, *_: object) -> None: ...
+
+    with monkeypatch.context() as patched:
+        patched.setattr(one.model, "_lock", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            one.model.wake()
+    assert one.sleep().copied == NBYTES == kept(host)
+    one.model.wake()
+    assert one.is_right()
+
+
 def test_a_gpu_that_is_full_when_it_wakes_is_said_and_it_wakes_when_there_is_room(
     engine: Callable[..., SleepyEngine], device: gpus.GpuManager
 ) -> None:
@@ -562,6 +641,27 @@ def test_managers_that_die_take_nothing_along(
     one.model.wake()
     assert one.is_right()
     one.close()
+
+
+def test_puts_that_failed_are_let_go_without_a_garbage_collection(
+    engine: Callable[..., SleepyEngine], small_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that sleeps makes none, and what a put holds would stay in host memory."""
+    one = engine(*MANY)
+
+    def refuses(*_: object) -> None:
+        raise BackendError("it is refused")
+
+    gc.collect()
+    monkeypatch.setattr(Put, "write", refuses)
+    gc.disable()
+    try:
+        assert len(one.sleep().reasons) == len(MANY)
+        assert not [each for each in gc.get_objects() if isinstance(each, Put)]
+    finally:
+        gc.enable()
+    one.model.wake()
+    assert one.is_right()
 
 
 def test_a_manager_that_does_not_answer_is_asked_once_a_batch(

@@ -17,9 +17,11 @@ from gpu_runs.fake_driver import FakeDriver, RefusingDriver
 from models import tiny_checkpoints as checkpoints
 from processes import fresh
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
+from tensor_dedup.loader.cuda import new_slabs
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.unshare import verify
 from tensor_dedup.memory_manager.cuda.driver import Access
@@ -282,6 +284,40 @@ def after_a_shortage() -> str:
 
 def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_shared_at_once() -> None:
     assert fresh.call_forked(after_a_shortage) == "done"
+
+
+def refusing() -> str:
+    """A model that lies on the GPU is shared, or stays as it is, and so does what it has twice."""
+    install(driver := RefusingDriver(FakeDriver()))
+    vars(new_slabs)["OWN_SLAB_BYTES"] = 16 << 10  # so that one round has two slabs
+    sweep(model().to(PLACE))  # which opens the GPU
+    gc.collect()
+    gpu().reap(wait=True)
+    right = list(model(1).parameters())
+    calls: list[str] = []
+    for number in (0, -1, 2):
+        mine = model(1).to(PLACE)
+        mine[0].register_buffer("view", mine[0].bias.data[:8])
+        before = [each.data_ptr() for each in mine.parameters()]
+        last = len(calls) - calls[::-1].index("map") if number < 0 else number
+        driver.again(last)
+        made = sweep(mine)
+        calls = list(driver.calls)
+        driver.again()
+        assert dict(made.skipped)["0.bias"] == NotShared.SHARED_STORAGE
+        assert mine[0].view.data_ptr() == mine[0].bias.data_ptr() == before[1]
+        same = [a == b.data_ptr() for a, b in zip(before, mine.parameters(), strict=True)]
+        assert all(same) if number == 2 else sum(same) == len(made.skipped) == 1
+        assert calls[last - 1] == {0: calls[-1], 2: "synchronize", -1: "map"}[number]
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(mine.parameters(), right, strict=True))
+        del mine
+        gc.collect()
+        gpu().reap(wait=True)
+    return "done"
+
+
+def test_where_a_call_fails_a_model_on_the_gpu_is_shared_or_stays_as_it_is() -> None:
+    assert fresh.call_forked(refusing) == "done"
 
 
 def constructed() -> str:
