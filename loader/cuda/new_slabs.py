@@ -288,7 +288,7 @@ def slabs_of(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
     def is_alone(each: _Tensor) -> bool:
         return each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block)
 
-    # An engine that wakes puts a slab back with a layer key for each tensor, and a reservation has no more.
+    # An engine that wakes reserves a layer key for each tensor of a slab, all at once.
     return slab_batches(tensors, lambda each: each.nbytes, is_alone, MAX_KEYS)
 
 

@@ -24,7 +24,7 @@ from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS
 from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.unshare import verify
-from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.memory_manager.cuda.driver import Access, Result, refused
 
 PLACE = "fakegpu"
 
@@ -286,29 +286,41 @@ def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_share
     assert fresh.call_forked(after_a_shortage) == "done"
 
 
+class Refusing(FakeDriver):
+    """A fake driver whose `nth` call (from 1) of `name` is refused."""
+
+    name, nth = "", 0
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name == super().__getattribute__("name"):
+            self.nth -= 1
+            if not self.nth:
+                raise refused(name, Result.OUT_OF_MEMORY, 0)
+        return found
+
+
 def refusing() -> str:
     """A model that lies on the GPU is shared, or stays as it is, and so does what it has twice."""
-    install(driver := RefusingDriver(FakeDriver()))
+    install(fake := Refusing())
     vars(new_slabs)["OWN_SLAB_BYTES"] = 16 << 10  # so that one round has two slabs
     sweep(model().to(PLACE))  # which opens the GPU
     gc.collect()
     gpu().reap(wait=True)
     right = list(model(1).parameters())
-    calls: list[str] = []
-    for number in (0, -1, 2):
+    # The fourth slab that is mapped is the second that the model maps.
+    for name, nth in (("", 0), ("map", 4), ("synchronize", 1)):
         mine = model(1).to(PLACE)
         mine[0].register_buffer("view", mine[0].bias.data[:8])
         before = [each.data_ptr() for each in mine.parameters()]
-        last = len(calls) - calls[::-1].index("map") if number < 0 else number
-        driver.again(last)
+        fake.name, fake.nth = name, nth
         made = sweep(mine)
-        calls = list(driver.calls)
-        driver.again()
+        assert fake.nth <= 0  # it was refused
+        fake.name = ""
         assert dict(made.skipped)["0.bias"] == NotShared.SHARED_STORAGE
         assert mine[0].view.data_ptr() == mine[0].bias.data_ptr() == before[1]
         same = [a == b.data_ptr() for a, b in zip(before, mine.parameters(), strict=True)]
-        assert all(same) if number == 2 else sum(same) == len(made.skipped) == 1
-        assert calls[last - 1] == {0: calls[-1], 2: "synchronize", -1: "map"}[number]
+        assert all(same) if name == "synchronize" else sum(same) == len(made.skipped) == 1
         assert all(torch.equal(a.cpu(), b) for a, b in zip(mine.parameters(), right, strict=True))
         del mine
         gc.collect()
