@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-from tensor_dedup.loader.cuda.new_slabs import SlabTensor, rounds, slabs_of, write_slabs
+from tensor_dedup.loader.cuda.new_slabs import SlabTensor, rounds, slab_bytes, slabs_of, write_slabs
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
@@ -108,7 +108,7 @@ class LocalDevice:
 
     def _write(self, wanted: Sequence[DeviceRequest]) -> list[tuple[DeviceResident, bool]]:
         made: dict[int, tuple[DeviceResident, bool]] = {}
-        for slabs in rounds(slabs_of(wanted)):
+        for slabs in rounds(slabs_of(wanted), slab_bytes):
             opened = [self.open_slab([each.nbytes for each in these]) for these in slabs]
             places = [
                 (

@@ -8,6 +8,7 @@ waits for the GPU once, at its end.
 from __future__ import annotations
 
 import math
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,7 +177,7 @@ def make_resident(
             not each.key.digest or first.setdefault(each.key, each) is each
         ):
             missing.append(each)
-    for slabs in rounds(slabs_of(missing)):
+    for slabs in rounds(slabs_of(missing), slab_bytes):
         for open_slab in memories:
             slabs = _write_round(gpu, slabs, open_slab, look)  # what is left
     for each in tensors:
@@ -318,16 +319,26 @@ def slab_batches(
         yield batch
 
 
-def rounds(slabs: Iterable[list[_Tensor]]) -> Iterator[list[list[_Tensor]]]:
-    """Group slabs into rounds of at most ROUND_BYTES, or of one larger slab."""
-    found: list[list[_Tensor]] = []
+def rounds(
+    items: Iterable[_T], nbytes: Callable[[_T], int], most: int = sys.maxsize
+) -> Iterator[list[_T]]:
+    """Group items into rounds of at most ROUND_BYTES, or of one larger item, and at most `most`.
+
+    `nbytes` returns the size of an item.
+    """
+    found: list[_T] = []
     size = 0
-    for slab in slabs:
-        nbytes = sum(each.nbytes for each in slab)
-        if found and size + nbytes > ROUND_BYTES:
+    for item in items:
+        new = nbytes(item)
+        if found and (size + new > ROUND_BYTES or len(found) == most):
             yield found
             found, size = [], 0
-        found.append(slab)
-        size += nbytes
+        found.append(item)
+        size += new
     if found:
         yield found
+
+
+def slab_bytes(tensors: Iterable[_Tensor]) -> int:
+    """Return the number of bytes that tensors of one slab have."""
+    return sum(each.nbytes for each in tensors)

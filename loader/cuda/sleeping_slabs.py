@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.loader.cuda.blocks import TensorInBlocks
+from tensor_dedup.loader.cuda.new_slabs import rounds
 from tensor_dedup.memory_manager.client import Lease
 
 if TYPE_CHECKING:
@@ -116,25 +117,14 @@ class SleepingMapping:
         return [(known, TensorInBlocks(known.key, blocks, leaves))]
 
 
-# A model that is to wake waits for one batch that is on its way down: 40 ms at 0.15 s a GB.
-_BATCH_BYTES: Final = 256 << 20
-# Blocks of 16 MiB. On the way up each is a put, where a manager lends them, and the models of a
-# process have 64 together.
+# A model that is to wake waits for one batch that is on its way down: 40 ms at 0.15 s a GB. On the
+# way up each slab is a put, where a manager lends it, and the models of a process have 64 together.
 _BATCH_SLABS: Final = 16
 
 
 def batches_of(slabs: Iterable[SleepingSlab]) -> Iterator[list[SleepingSlab]]:
     """Yield slabs in batches of at most 256 MiB, or of one larger slab, and at most 16 slabs."""
-    batch: list[SleepingSlab] = []
-    nbytes = 0
-    for slab in slabs:
-        if batch and (nbytes + slab.nbytes > _BATCH_BYTES or len(batch) == _BATCH_SLABS):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(slab)
-        nbytes += slab.nbytes
-    if batch:
-        yield batch
+    return rounds(slabs, lambda slab: slab.nbytes, _BATCH_SLABS)
 
 
 def key_asleep(digest: str) -> str:

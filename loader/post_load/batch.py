@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -22,7 +22,7 @@ from weakref import WeakSet
 from torch import nn
 
 from tensor_dedup.digest import stream, submit
-from tensor_dedup.loader.cuda.new_slabs import OWN_SLAB_BYTES, ROUND_BYTES, slab_batches
+from tensor_dedup.loader.cuda.new_slabs import OWN_SLAB_BYTES, rounds, slab_batches
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
@@ -81,7 +81,7 @@ def share_in_rounds(
     whether to go on with others.
     """
     sizes = [(item, nbytes(item)) for item in items]
-    waiting = deque(_rounds_of(sizes))
+    waiting = deque(rounds(sizes, itemgetter(1)))
     while waiting:
         batch = waiting.popleft()
         try:
@@ -92,19 +92,6 @@ def share_in_rounds(
                 waiting.extendleft(reversed(parts))
             elif not refuse([item for item, _ in batch], error):
                 return
-
-
-def _rounds_of(sizes: Iterable[tuple[_T, int]]) -> Iterator[list[tuple[_T, int]]]:
-    found: list[tuple[_T, int]] = []
-    room = ROUND_BYTES
-    for item, nbytes in sizes:
-        if found and nbytes > room:
-            yield found
-            found, room = [], ROUND_BYTES
-        found.append((item, nbytes))
-        room -= nbytes
-    if found:
-        yield found
 
 
 def _resident_geometries() -> set[_Geometry]:

@@ -24,7 +24,7 @@ from gpu_runs.gpu_loads import key_of, weights
 from manager_runs import managers
 from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import digest
-from tensor_dedup.loader.cuda import host_backup, sleeping_slabs, transfers
+from tensor_dedup.loader.cuda import host_backup, new_slabs, transfers
 from tensor_dedup.loader.cuda.builds import DeviceBuilds
 from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents, device_session
 from tensor_dedup.loader.cuda.residents import UnreadTensor
@@ -271,7 +271,7 @@ ALL = sum(each.nbytes for group in [*MANY, *BASE] for each in group)
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> int:
     """Batches of three slabs of `MANY`, each put in up to three parts; the number of batches."""
-    monkeypatch.setattr(sleeping_slabs, "_BATCH_BYTES", 3_200_000)
+    monkeypatch.setattr(new_slabs, "ROUND_BYTES", 3_200_000)
     monkeypatch.setattr(host_backup, "_PUT_BYTES", 1_000_000)
     return 3
 
