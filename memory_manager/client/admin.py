@@ -50,9 +50,13 @@ class Admin:
     Every method raises ManagerGoneError if the manager does not answer.
     """
 
-    def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, where: str | os.PathLike[str] | None = None, *, device: str = "") -> None:
+        """Connect to the manager at the socket `where`.
+
+        `device` is the GPU that the socket is of, for the advice in errors.
+        """
         self.path: Final = paths.socket_path(where)
-        self._connection = Connection(self.path, COMMAND)
+        self._connection = Connection(self.path, COMMAND, device=device)
 
     def totals(self) -> Totals:
         """Return the manager's totals."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
-from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.client.connection import Connection, start_one
 from tensor_dedup.memory_manager.client.leases import Lease, SlabTable, lease_of
 from tensor_dedup.memory_manager.client.names import printed
 from tensor_dedup.memory_manager.client.puts import (
@@ -135,11 +135,11 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
     path = paths.device_socket(beside, device)
     for _ in range(_CONNECT_ATTEMPTS if start else 0):
         try:
-            return Connection(path, printed(name))
+            return Connection(path, printed(name), device=device)
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
             start_manager(beside, device)
-    return Connection(path, printed(name))
+    return Connection(path, printed(name), device=device)
 
 
 def start_manager(path: Path, device: str = "", budget: int | None = None) -> bool:
@@ -187,7 +187,7 @@ def _check_device(connection: Connection, device: str) -> None:
         connection.close()
         raise ManagerGoneError(
             f"{connection.path}: this memory manager lends memory of {found or 'the machine'}, not "
-            f"of {device or 'the machine'}; start one with `tensor-dedup serve --device UUID`",
+            f"of {device or 'the machine'}; {start_one(device)}",
             device=found,
         )
 
@@ -256,7 +256,11 @@ class Client:
             ManagerGoneError: The manager does not answer.
             RefusedError: The manager refuses another connection.
         """
-        return Client(Connection(self._connection.path, printed(self._name)), self._name)
+        return Client(self._connect_again(), self._name)
+
+    def _connect_again(self) -> Connection:
+        now = self._connection
+        return Connection(now.path, printed(self._name), device=now.welcome.device)
 
     def close(self) -> None:
         """Close the connection, which ends all leases.
@@ -521,7 +525,7 @@ class Client:
             if self._connection.check():
                 return 0
             slabs = self._session.slabs.living()
-            connection = Connection(self._connection.path, printed(self._name))
+            connection = self._connect_again()
             try:
                 session = _Session(connection, SlabTable(slabs))
                 taken = sum(offer_slab(connection, slab) for slab in slabs)

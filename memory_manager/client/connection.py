@@ -49,8 +49,13 @@ class Connection:
     request raises ManagerGoneError.
     """
 
-    def __init__(self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S) -> None:
+    def __init__(
+        self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S, *, device: str = ""
+    ) -> None:
         """Connect and send Hello.
+
+        `device` is the UUID of the GPU whose manager is expected at `path`, or "" for host memory.
+        It is named only in errors, in the command that starts such a manager.
 
         Raises:
             ManagerGoneError: No manager answers.
@@ -64,7 +69,8 @@ class Connection:
         self._owner = os.getpid()
         self._released: deque[int] = deque()
         self._socket: socket.socket | None = None
-        self._socket = _connect(path)
+        self._start_one = start_one(device)
+        self._socket = _connect(path, self._start_one)
         _LIVING.add(self)
         try:
             self.welcome: Final[Welcome] = self.ask(Hello(name), Welcome)[0]
@@ -141,7 +147,7 @@ class Connection:
             self.close()
             raise ManagerGoneError(
                 f"{self.path}: the memory manager does not answer ({error.strerror or error}); "
-                "load privately, or start one with `tensor-dedup serve`",
+                f"load privately, or {self._start_one}",
                 errno=error.errno,
             ) from error
         except BaseException:
@@ -290,7 +296,12 @@ def _shut_down(connection: socket.socket) -> None:
         return
 
 
-def _connect(path: Path) -> socket.socket:
+def start_one(device: str) -> str:
+    """Return the advice to start a manager of a GPU's memory, or of host memory if ""."""
+    return f"start one with `tensor-dedup serve{device and f' --device {device}'}`"
+
+
+def _connect(path: Path, advice: str) -> socket.socket:
     """Return a connected socket whose other end is this user's."""
     try:
         with ExitStack() as undo:
@@ -302,8 +313,7 @@ def _connect(path: Path) -> socket.socket:
             undo.pop_all()
     except OSError as error:
         raise ManagerGoneError(
-            f"{path}: no memory manager answers ({error.strerror or error}); start one with "
-            "`tensor-dedup serve`",
+            f"{path}: no memory manager answers ({error.strerror or error}); {advice}",
             errno=error.errno,
         ) from error
     return connection

@@ -233,13 +233,23 @@ def device_uuid(raw: bytes) -> str:
 def find_device(driver: Driver, name: str) -> GpuInfo:
     """Return the GPU with this UUID or ordinal, which `name` gives as text.
 
+    Of a UUID, a beginning is enough that no other GPU has.
+
     Raises:
-        DeviceError: No such GPU is visible to this process.
+        DeviceError: No such GPU is visible to this process, or several are.
     """
     found = driver.devices()
     for device in found:
         if name in (device.uuid, str(device.ordinal)):
             return device
+    begun = [each for each in found if name.startswith("GPU-") and each.uuid.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
+    if begun:
+        raise DeviceError(
+            f"{name} may be {' or '.join(each.uuid for each in begun)}; give more of the UUID",
+            device=name,
+        )
     raise DeviceError(
         f"no GPU {name} here, only {', '.join(each.uuid for each in found) or 'none'}; "
         "look at CUDA_VISIBLE_DEVICES",

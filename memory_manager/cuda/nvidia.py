@@ -9,6 +9,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.memory_manager.cuda.driver import (
@@ -23,6 +24,13 @@ from tensor_dedup.memory_manager.errors import DeviceError, NoBindingsError
 from tensor_dedup.suggestions import install_hint
 
 _MODULE: Final = "cuda.bindings.driver"
+# Where the kernel shows the driver: on Linux, and in WSL.
+_DRIVERS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
+
+
+def has_driver() -> bool:
+    """Return whether the machine seems to have an NVIDIA driver; no package is needed for that."""
+    return any(path.exists() for path in _DRIVERS)
 
 
 class NvidiaDriver:
@@ -287,6 +295,8 @@ def _bindings() -> Any:
         return importlib.import_module(_MODULE)
     except ImportError as error:
         what = f"a GPU's memory needs cuda-bindings, which cannot be imported ({error})"
+        if not has_driver():
+            what += ", and this machine has no NVIDIA driver"
         said = f"{what}; {install_hint('cuda')}"
         raise NoBindingsError(said, kind="no_driver", module=_MODULE) from error
 

@@ -3,7 +3,7 @@
     store = "/data/store"         # a path, relative to the file's folder, or with ~
     remote = "s3://bucket/models" # where `store://NAME` is pulled from; a URL
     socket = "/run/user/1000/tensor-dedup/manager.sock"
-    budget = "32GiB"              # of `tensor-dedup serve`
+    budget = "32GiB"              # of `tensor-dedup serve` without --device
 
 For each key, the file in the working folder takes precedence over the one in the user's
 configuration folder. Command-line options and environment variables take precedence over both.

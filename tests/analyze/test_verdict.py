@@ -62,6 +62,20 @@ def test_the_advice_fits(analysis: Analysis, sentence: str, command: str) -> Non
     assert all(c.startswith(command.replace("SERVER", vllm_server())) for c in found.commands[:1])
 
 
+def test_what_is_equal_within_a_model_is_not_lost_to_fusing() -> None:
+    base = {name: name for name in QKV}
+    twice = base | {"x": "x", "y": "x"}
+    analysis = compare([of("a", **base), of("b", **twice)])
+    assert analysis.vllm.lost_bytes == 0
+    assert analysis.shared_bytes > analysis.vllm.shared_bytes
+    (found,) = advice(analysis)
+    assert "save 3.9 KiB (1000 B less in vLLM). Start" in found.sentence
+    alone = {f"{name} {n}": f"{name} {n == 2 and n}" for name in "xy" for n in range(2)}
+    other = {name: f"new {name}" for name in QKV}
+    [found, *_] = advice(compare([of("a", **base), of("b", **other, **alone)]))
+    assert "vLLM shares little of it" in found.sentence
+
+
 def test_each_model_has_a_command_with_a_port_of_its_own() -> None:
     """But one that shares nothing: it is started as it is now."""
     same = {name: name for name in QKV}

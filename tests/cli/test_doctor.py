@@ -11,8 +11,8 @@ from manager_runs import managers
 from store_runs.stores import KIB, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.analyze import verdict
-from tensor_dedup.cli import doctor as doctor_module
 from tensor_dedup.cli import main
+from tensor_dedup.memory_manager.cuda import nvidia
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_all_is_looked_at_and_nothing_is_made(here: Path) -> None:
 def test_no_package_for_gpus_is_asked_for_where_there_is_no_driver(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_module, "_DRIVERS", (here / "nvidia",))
+    monkeypatch.setattr(nvidia, "_DRIVERS", (here / "nvidia",))
     [without] = doctor("--quick")["GPU"]
     assert (without["verdict"], "no NVIDIA driver" in without["what"]) == ("note", True)
     (here / "nvidia").mkdir()

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from gpu_runs import gpus
-from gpu_runs.fake_driver import fake_uuid
+from gpu_runs.fake_driver import FakeDriver, fake_uuid
 from tensor_dedup.cli import main
 from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.errors import ManagerGoneError
 
 GPU = ("--device", fake_uuid(0))
 GIB = 1 << 30
@@ -84,13 +85,45 @@ def test_a_gpus_manager_is_asked_by_its_uuid(manager: gpus.GpuManager, tmp_path:
     given = run("status", "--socket", str(tmp_path / "m.sock"), *GPU, "--json")
     assert json.loads(given)["totals"]["pid"] == manager.pid
     assert json.loads(run("pin", "base", "--ahead", *GPU, "--json"))["pinned"]
-    assert "serve" in run("status", status=3), "the one of the machine's memory is not there"
+    assert "`tensor-dedup serve`" in run("status", status=3), "that of host memory is not there"
     run("stop", *GPU)
     assert manager.wait() == 0
 
 
-def test_what_is_no_uuid_is_wrong_use() -> None:
-    assert "nvidia-smi -L" in run("status", "--device", "0", status=2)
+@pytest.mark.parametrize(
+    "verb", [("status",), ("top",), ("pin", "base"), ("unpin", "base"), ("evict", "base")]
+)
+def test_where_none_answers_the_command_starts_one_of_that_gpu(
+    verb: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("TENSOR_DEDUP_SOCKET", str(tmp_path / "m.sock"))
+    said = run(*verb, "--device", "GPU-01234567", status=3)
+    assert "start one with `tensor-dedup serve --device GPU-01234567`" in " ".join(said.split())
+    with pytest.raises(ManagerGoneError, match="`tensor-dedup serve --device GPU-01234567`"):
+        connect(tmp_path / "m.sock", device="GPU-01234567")
+
+
+@pytest.mark.parametrize("verb", ["status", "top", "stop", "serve"])
+def test_what_is_no_uuid_is_wrong_use(verb: str) -> None:
+    given = "foo" if verb == "serve" else "0"
+    assert "nvidia-smi -L" in run(verb, "--device", given, status=2)
+    assert "write GPU- for MIG-: GPU-01234567" in run(verb, "--device", "MIG-01234567", status=2)
+
+
+def test_a_gpus_manager_takes_80_percent_of_it_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "with --device 80 % of the GPU's" in " ".join(run("serve", "--help").split())
+    driver = FakeDriver()
+    driver.init()
+    total = driver.devices()[0].nbytes
+    (tmp_path / "configured.toml").write_text('budget = "32GiB"')
+    monkeypatch.setenv("TENSOR_DEDUP_CONFIG", str(tmp_path / "configured.toml"))
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path, "--budget", "0") as manager:  # none given
+        shown = run("status", "--socket", str(manager.socket), "--json")
+    assert json.loads(shown)["totals"]["budget"] == int(total * 0.8)
 
 
 def test_a_gpu_is_not_preloaded() -> None:

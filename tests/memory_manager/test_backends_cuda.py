@@ -100,6 +100,16 @@ def test_a_gpu_is_found_by_its_uuid_whatever_is_visible() -> None:
         VmmBackend(driver, fake_uuid(0))
 
 
+def test_a_gpu_is_found_by_the_beginning_of_its_uuid_if_no_other_has_it() -> None:
+    driver = FakeDriver(visible=(3, 1))
+    assert VmmBackend(driver, fake_uuid(1)[:12]).device.ordinal == 1
+    with pytest.raises(DeviceError, match="give more of the UUID") as caught:
+        VmmBackend(driver, "GPU-0000000")
+    assert fake_uuid(1) in str(caught.value)
+    with pytest.raises(DeviceError, match="no GPU GPU-4"):
+        VmmBackend(driver, "GPU-4")
+
+
 def test_memory_of_another_gpu_is_not_adopted() -> None:
     other = VmmBackend(FakeDriver(visible=(1,)), "0").reserve(MIB)
     for visible in ((0,), (0, 1)):

@@ -8,11 +8,13 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tensor_dedup.memory_manager.cuda import nvidia
 from tensor_dedup.memory_manager.cuda.driver import Access, GpuInfo, Result, current
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.errors import DeviceError, NoMemoryError
@@ -109,10 +111,15 @@ def driver(bindings: Bindings) -> NvidiaDriver:
     return made
 
 
-def test_without_bindings_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("driver", [True, False])
+def test_without_bindings_it_is_said_what_to_install(
+    driver: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)
+    monkeypatch.setattr(nvidia, "_DRIVERS", (tmp_path if driver else tmp_path / "none",))
     with pytest.raises(DeviceError, match=r"pip install '\.\[cuda\]'") as caught:
         NvidiaDriver().init()
+    assert ("this machine has no NVIDIA driver" in str(caught.value)) == (not driver)
     assert caught.value.facts["kind"] == "no_driver"
 
 

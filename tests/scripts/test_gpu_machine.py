@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -154,7 +155,10 @@ def noted(tmp_path: Path) -> dict[str, str]:
     """An environment in which Python only notes what it is to run, each command as a line."""
     stand_in = tmp_path / "python"
     stand_in.write_text(
-        f'#!/bin/sh\necho "$*" >>{shlex.quote(str(tmp_path))}/noted; echo one line\n'
+        "#!/bin/sh\n"
+        '[ "$1" != -c ] || exit 0\n'  # it has torch
+        f'echo "$*" >>{shlex.quote(str(tmp_path))}/noted; echo one line\n'
+        'case $* in *gigabyte*) echo "== 3 skipped, 9 deselected in 0.02s ==" ;; esac\n'
     )
     stand_in.chmod(0o755)
     return {**os.environ, "TENSOR_DEDUP_PYTHON": str(stand_in), "OUT": str(tmp_path)}
@@ -180,7 +184,24 @@ def test_every_test_of_a_gpu_is_in_a_step_and_each_line_names_its_step(
     parts = re.findall(r'"(\w+)"', bench.split("\nPARTS = ")[1].splitlines()[0])
     assert {each[2] for each in ran if each[0].endswith("cuda.py")} == set(parts)
     assert "vllm processes | one line" in log
-    assert "status 0" in log.split("=== what ran")[1]
+    results = log.split("=== what ran")[1]
+    assert "status 0 after" in results
+    [skipped] = [line for line in results.splitlines() if "all skipped" in line]
+    assert re.fullmatch(r"status 0, all skipped after \d+ s: gigabyte", skipped)
+
+
+def test_a_python_without_torch_is_named_once(noted: dict[str, str], tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    bare = str(tmp_path / "bare/bin/python")
+    for option, said in (("--rehearse", "scripts/setup --dev"), ("--more", "names one")):
+        done = subprocess.run(
+            [str(TEST_GPU), option], check=False, text=True, capture_output=True,
+            env={**noted, "TENSOR_DEDUP_PYTHON": bare},
+        )  # fmt: skip
+        [line] = done.stdout.splitlines()
+        assert re.match(f"this needs a Python with torch.*, which {bare} is not", line)
+        assert said in line
+        assert done.returncode == 1
 
 
 def test_what_has_no_time_left_is_not_run_and_that_is_said(

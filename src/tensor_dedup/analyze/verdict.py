@@ -107,8 +107,12 @@ def _together(analysis: Analysis, store: str | None) -> Advice:
     # With a memory manager, as in the command, vLLM's weights are plain.
     in_plain = analysis.vllm.shared_bytes + analysis.vllm.leaf_shared_bytes
     lost = analysis.shared_bytes - in_plain
+    # The rest of it is in tensors that are equal within one model.
+    by_fusing = analysis.vllm.lost_bytes - analysis.vllm.leaf_shared_bytes
+    fuses = 2 * by_fusing > lost
     if in_vllm and in_plain >= _LITTLE * analysis.total_bytes:
-        left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
+        why = ", which fuses layers" if fuses else ""
+        left = f" ({human(lost)} less in vLLM{why})" if lost > 0 else ""
         # What shares no memory with the others is started as it is now.
         both = zip(paths, analysis.reasons, strict=True)
         together = [path for path, why in both if not why.full]
@@ -119,11 +123,12 @@ def _together(analysis: Analysis, store: str | None) -> Advice:
     if not outside:
         sentence = f"The store keeps them in {saved} less than plain files would take."
         return Advice(sentence, (_command("diff", *paths[:2], store=store),))
-    memory = (
-        "vLLM fuses layers, which leaves little of it to share there"
-        if in_vllm
-        else "after tensor_dedup.enable(), Transformers and Diffusers share as much memory"
-    )
+    if not in_vllm:
+        memory = "after tensor_dedup.enable(), Transformers and Diffusers share as much memory"
+    elif fuses:
+        memory = "vLLM fuses layers, which leaves little of it to share there"
+    else:
+        memory = "vLLM shares little of it"
     return Advice(
         f"A store keeps them in {saved} less; {memory}.",
         (_command("import", outside[0], store=store),),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Final, Literal
 
 import click
@@ -26,7 +25,7 @@ from tensor_dedup.cli.terminal import json_option, say, say_lines, short
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
+from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver, has_driver
 from tensor_dedup.memory_manager.errors import ManagerGoneError
 from tensor_dedup.memory_manager.protocol.paths import check_folder, socket_path
 from tensor_dedup.memory_manager.server.main import memory_limit, own_budget
@@ -38,7 +37,6 @@ Verdict = Literal["ok", "note", "no", "damaged"]
 _PIDFD: Final = (6, 5)  # before, a client in another pid namespace cannot be held by a pidfd
 _FEW_DESCRIPTORS: Final = 4096
 # What the driver's kernel module shows, and Windows' to a Linux below it.
-_DRIVERS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
 _PATIENCE_S: Final = 180
 _GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # In a process of its own: it imports the framework, which prints, and takes its time and memory.
@@ -251,7 +249,7 @@ def _manager(socket: str | None) -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
-    if not any(path.exists() for path in _DRIVERS):
+    if not has_driver():
         yield Finding("GPU", "note", "none: this machine has no NVIDIA driver")
         return
     try:

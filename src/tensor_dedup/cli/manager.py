@@ -76,14 +76,30 @@ def _socket_option(verb: _Verb, callback: Callable[..., Any] | None) -> _Verb:
 def _remember_device(
     context: click.Context, _parameter: click.Parameter, value: str | None
 ) -> None:
-    if value is not None and not re.fullmatch(r"GPU-[0-9a-f]{8}[0-9a-f-]*", value):
-        raise click.BadParameter(f"{value!r} is not a UUID; `nvidia-smi -L` shows them")
+    if value is not None:
+        check_uuid(value)
     context.meta[_DEVICE] = value
+
+
+def check_uuid(value: str) -> None:
+    """Raise BadParameter if `value` is no GPU's UUID, nor the beginning of one."""
+    if re.fullmatch(r"GPU-[0-9a-f]{8}[0-9a-f-]*", value):
+        return
+    if value.startswith("MIG-"):
+        advice = f"for a slice of MIG write GPU- for MIG-: {value.replace('MIG-', 'GPU-', 1)}"
+    else:
+        advice = "`nvidia-smi -L` shows them, as GPU-01234567-..."
+    raise click.BadParameter(f"{value!r} is not the UUID of a GPU; {advice}")
 
 
 def _beside(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
     device = context.meta.get(_DEVICE)
     return str(device_socket(socket_path(value), device)) if device else value
+
+
+def _admin(socket: str | None) -> Admin:
+    """A connection for the verb that runs, to the manager at what its options name."""
+    return Admin(socket, device=click.get_current_context().meta.get(_DEVICE) or "")
 
 
 def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
@@ -315,7 +331,7 @@ def status(socket: str | None, as_json: bool) -> None:
 
     For a GPU's manager, this includes what NVML reports if the package nvidia-ml-py is installed.
     """
-    with Admin(socket) as admin:
+    with _admin(socket) as admin:
         overview = admin.overview(residents=as_json)
         use = on_device(admin)
     if as_json:
@@ -358,7 +374,7 @@ def top(every: float, socket: str | None, as_json: bool) -> None:
 
     With --json, print it once, as `status` does.
     """
-    with suppress(KeyboardInterrupt), Admin(socket) as admin:
+    with suppress(KeyboardInterrupt), _admin(socket) as admin:
         if as_json:
             overview = admin.overview()
             say(document(overview, on_device(admin)), as_json)
@@ -415,7 +431,7 @@ def pin(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
 
     X is its name in `status`. Tensors that are added under that name later are kept too.
     """
-    with Admin(socket) as admin:
+    with _admin(socket) as admin:
         name = name_of(admin, name)
         if not ahead and not look_up(admin, name).here:
             raise not_held_error(admin, name, "`pin --ahead` keeps what will come under that name")
@@ -435,7 +451,7 @@ def unpin(name: str, socket: str | None, as_json: bool) -> None:
 
     X is its name in `status`.
     """
-    with Admin(socket) as admin:
+    with _admin(socket) as admin:
         name = name_of(admin, name)
         held = look_up(admin, name)
         if not held.here and not held.pinned:
@@ -459,7 +475,7 @@ def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> N
     memory of a digest is freed in a whole slab, so other tensors that lie in it are dropped too.
     The exit status is 1 if nothing could be dropped.
     """
-    with Admin(socket) as admin:
+    with _admin(socket) as admin:
         name = name_of(admin, name)
         if not look_up(admin, name).here:
             raise not_held_error(admin, name)
@@ -487,7 +503,7 @@ def stop(socket: str | None, as_json: bool) -> None:
     The exit status is 3 if none is running.
     """
     try:
-        admin = Admin(socket)
+        admin = _admin(socket)
     except ManagerGoneError as error:
         if error.facts.get("errno") not in _NOBODY:
             raise

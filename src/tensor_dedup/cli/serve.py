@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 import click
 
-from tensor_dedup.cli.manager import socket_option
+from tensor_dedup.cli.manager import check_uuid, socket_option
 from tensor_dedup.cli.terminal import FiniteRange, byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
@@ -22,6 +22,13 @@ def _handle(_context: click.Context, _parameter: click.Parameter, value: int | N
     if value is not None and value not in _HANDLES:
         raise click.BadParameter(f"{human(value)} is not 2, 4, 8, 16, 32 or 64 MiB")
     return value or 0
+
+
+def _gpu(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """A number or a UUID; "" for the machine's memory."""
+    if value and not value.isdecimal():
+        check_uuid(value)
+    return value
 
 
 def _json_object(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
@@ -51,7 +58,7 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
     type=byte_size(MIN_BUDGET),
     metavar="SIZE",
     help="The most memory to hold, for example 64GiB; by default `budget` of "
-    "tensor-dedup.toml, else half of the machine's.",
+    "tensor-dedup.toml, else half of the machine's, and with --device 80 % of the GPU's.",
 )
 @click.option(
     "--metrics",
@@ -90,6 +97,7 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
     "--device",
     default="",
     metavar="GPU",
+    callback=_gpu,
     help="Hold memory of this GPU (UUID or number), at a socket of its own next to --socket.",
 )
 @click.option(
