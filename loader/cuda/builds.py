@@ -21,8 +21,7 @@ from tensor_dedup.loader.cuda.residents import DeviceContent, DeviceRequest
 from tensor_dedup.loader.cuda.shared import can_be_lent
 from tensor_dedup.loader.cuda.transfers import HostContent
 from tensor_dedup.loader.residents.manager import ResidentQuery
-from tensor_dedup.loader.residents.resident import ReplicaKey
-from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.loader.residents.resident import ReplicaKey, nbytes_of
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class DeviceBuilds:
                 elif resident is not None:
                     found[index] = resident, False
                 else:
-                    nbytes = _nbytes(known.key)
+                    nbytes = nbytes_of(known.key)
                     one = DeviceRequest(recipe, known.key, nbytes, content, known.copy)
                     missing.append((index, one))
             made = self._put([each for _, each in missing])
@@ -219,7 +218,7 @@ class DeviceBuilds:
                 self._gpu.gpu,
                 tensors,
                 [lent, self._gpu.local.open_slab],
-                lambda some: self._look(some),
+                self._look,
             )
         except _LargerError:
             return False
@@ -314,10 +313,3 @@ def _require_digest(key: ResidentKey, content: HostContent | DeviceContent) -> N
             f"a tensor of {key.digest} has changed since it was hashed; load it privately",
             digest=key.digest,
         )
-
-
-def _nbytes(key: ResidentKey) -> int:
-    nbytes = torch_dtype(key.dtype).itemsize
-    for size in key.shape:
-        nbytes *= size
-    return nbytes

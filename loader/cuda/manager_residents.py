@@ -9,7 +9,6 @@ process computed.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import uuid
 import weakref
@@ -36,8 +35,8 @@ from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
 from tensor_dedup.loader.residents.lent import record_of
 from tensor_dedup.loader.residents.manager import ManagerResidents, ManagerSession, client_of
+from tensor_dedup.loader.residents.resident import nbytes_of
 from tensor_dedup.loader.residents.slab import SlabUsageError
-from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.memory_manager.client import Lease
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import (
@@ -204,7 +203,7 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         missing = [
             n
             for n, (key, each) in enumerate(zip(keys, found, strict=True))
-            if each is None and may_be_in_blocks(key, _nbytes(key))
+            if each is None and may_be_in_blocks(key, nbytes_of(key))
         ]
         missing = missing[: self._admitted([keys[n] for n in missing])]
         layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
@@ -224,7 +223,7 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         asked = [
             each
             for number, each in enumerate(queries)
-            if number < admitted or not blocks_of(_nbytes(each.key))
+            if number < admitted or not blocks_of(nbytes_of(each.key))
         ]
         found = dict(zip(asked, super().by_recipe(asked), strict=True))
         return [found.get(each) for each in queries]
@@ -234,7 +233,7 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
 
         Blocks arrive as descriptors, and a process that has none left can open nothing.
         """
-        needed = [*accumulate(blocks_of(_nbytes(key)) for key in keys)]
+        needed = [*accumulate(blocks_of(nbytes_of(key)) for key in keys)]
         admitted = bisect_right(needed, max(spare_descriptors(), 0))
         if admitted < len(needed) and self.not_by_leaf is None:
             self.not_by_leaf = too_many(needed[-1])
@@ -392,10 +391,6 @@ class DeviceManagerResidents(ManagerResidents[DeviceRequest, DeviceResident, Dev
         `recipe` is not "", by its recipe.
         """
         self._ask(lambda session: session.publish_parts(recipe, resident))
-
-
-def _nbytes(key: ResidentKey) -> int:
-    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize
 
 
 def device_session(client: Client, gpu: Gpu, checkpoint: str) -> DeviceSession:

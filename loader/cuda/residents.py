@@ -19,7 +19,7 @@ from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
 from tensor_dedup.loader.cuda.transfers import HostContent
-from tensor_dedup.loader.residents.resident import dense, tensor_bytes
+from tensor_dedup.loader.residents.resident import dense, nbytes_of, tensor_bytes
 from tensor_dedup.loader.residents.slab import HasFd, SlabUsageError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.types import ResidentKey
@@ -75,9 +75,7 @@ class DeviceResident:
             SlabUsageError: The key's shape and stride leave gaps, the tensor exceeds the slabs, or
                 its size is not that of the lease.
         """
-        nbytes = torch_dtype(key.dtype).itemsize
-        for size in key.shape:
-            nbytes *= size
+        nbytes = nbytes_of(key)
         room = sum(slab.nbytes for slab in slabs)
         if not dense(key.shape, key.stride) or offset < 0 or offset + nbytes > room:
             raise SlabUsageError(

@@ -7,7 +7,6 @@ counterpart for the memory manager of a GPU.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,9 +42,8 @@ from tensor_dedup.loader.residents.manager import (
     client_of,
 )
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
-from tensor_dedup.loader.residents.resident import Resident, tensor_bytes
+from tensor_dedup.loader.residents.resident import Resident, nbytes_of, tensor_bytes
 from tensor_dedup.loader.residents.slab import SharedMemoryError
-from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.memory_manager.client import Client, LayerFound, Lease, NewLayer, Put
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError
@@ -592,4 +590,4 @@ def _is(layer: LayerFound | None, record: bytes, digests: Sequence[str]) -> bool
 
 
 def _is_large(key: ResidentKey) -> bool:
-    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize >= LEAF_SHARED_FROM
+    return nbytes_of(key) >= LEAF_SHARED_FROM

@@ -6,6 +6,7 @@ them copy-on-write, so writing to a tensor never affects another model.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Final, NamedTuple
@@ -179,6 +180,11 @@ def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
 def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
     """Return the key of a gap-free tensor on any device whose bytes have this digest."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
+
+
+def nbytes_of(key: ResidentKey) -> int:
+    """Return the size in bytes of a tensor with the dtype and shape of `key`."""
+    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize
 
 
 class ReplicaKey(NamedTuple):
