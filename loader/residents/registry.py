@@ -98,7 +98,8 @@ class Registry:
 
     def residents(self) -> list[Resident]:
         """Return all residents in use."""
-        return list(self._residents.values())
+        with self._lock:
+            return list(self._residents.values())
 
     def lookup_record(self, key: str) -> object | None:
         """Return the layer record or resident registered under a layer key or recipe, or None."""
@@ -119,7 +120,9 @@ class Registry:
 
     def records(self) -> dict[str, object]:
         """Return all layer records and residents in use, by layer key or recipe."""
-        return dict(self._records)
+        # Not dict(self._records), which looks each key up again after its record may have died.
+        with self._lock:
+            return dict(self._records.items())
 
     def packed_keys(self) -> list[str]:
         """Return the layer keys of packed weights, whose bytes cannot be read or hashed."""

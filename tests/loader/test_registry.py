@@ -1,11 +1,13 @@
 """The registry: one resident a key, held weakly, whoever publishes first."""
 
 import gc
+import itertools
 import os
 import signal
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -161,6 +163,39 @@ def test_layer_records_are_weak_and_the_first_wins() -> None:
     assert watch() is None
     assert table.lookup_record("layer") is None
     assert table.register_record("layer", second) is second
+
+
+def test_residents_and_records_are_listed_while_others_come_and_go() -> None:
+    table = Registry()
+    kept = Record()
+    table.register_record("kept", kept)
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        for number in itertools.count():
+            if ended.is_set():
+                return
+            records = [Record() for _ in range(20)]
+            for each, record in enumerate(records):
+                table.register_record(f"{number} {each}", record)
+            for resident in residents(f"{number}"):
+                table.register(resident)
+
+    interval = sys.getswitchinterval()
+    with ThreadPoolExecutor() as pool:
+        sys.setswitchinterval(1e-6)
+        try:
+            others = pool.submit(come_and_go)
+            most = 0
+            for _ in range(2000):
+                most = max(most, len(table.records()))
+                table.residents()
+        finally:
+            ended.set()
+            sys.setswitchinterval(interval)
+        others.result()
+    assert most > 1
+    assert table.records() == {"kept": kept}
 
 
 def test_a_forked_child_may_publish_while_a_thread_of_the_parent_did() -> None:
