@@ -21,7 +21,7 @@ STORE_TITLE: Final = f"{store_layout.MARKER_LINES[0]}\n".encode()
 IDENTITY: Final = store_layout.IDENTITY
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
-HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"
+CATALOG, TRASH, PROBE = "catalog/", "trash/", "probe/"
 # Where a folder has what is being written.
 TMP: Final = "tmp/"
 KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
@@ -30,7 +30,7 @@ READABLE: Final = KINDS | {"raw"}
 # What an object of a kind may hold at most; a larger one is no object of ours.
 TEXT_BYTES: Final = 1 << 12
 PAGE_BYTES: Final = 1 << 26
-HEAD_BYTES: Final = 1 << 20
+HEAD_BYTES: Final = 1 << 24
 FRAME_BYTES: Final = 1 << 28
 # A container is full with this, less than twice as large, or holds one piece that is larger.
 CONTAINER_BYTES: Final = 64 << 20
@@ -76,11 +76,6 @@ def table_key(name: str) -> str:
     return f"{TABLES}{name[:2]}/{name}"
 
 
-def holders_key(manifest: str) -> str:
-    """Return the key of a manifest's list of holders, which are the containers of its pieces."""
-    return f"{HOLDERS}{manifest[:2]}/{manifest}"
-
-
 def segment_key(name: str) -> str:
     """Return the key of the catalog segment `name`."""
     return f"{CATALOG}{name}"
@@ -92,10 +87,7 @@ def trash_key(name: str) -> str:
 
 
 def object_of(key: str) -> str | None:
-    """Return the name in the key of a manifest, page, table or list of holders.
-
-    Returns None if the key has another form.
-    """
+    """Return the name in the key of a manifest, page or table, or None for another key."""
     found = _OBJECT.fullmatch(key)
     return found[2] if found is not None and found[3] is None else None
 
@@ -120,8 +112,8 @@ def container_of(key: str) -> ContainerId | None:
 def is_known(key: str) -> bool:
     """Return whether `key` has the form of a key for one of the objects of a checkpoint.
 
-    These objects are references, manifests, pages, lists of holders, containers and tables. Whether
-    there is an object with this key is not checked.
+    These objects are references, manifests, pages, containers and tables. Whether there is an
+    object with this key is not checked.
     """
     if key.startswith(CONTAINERS):
         return container_of(key) is not None
