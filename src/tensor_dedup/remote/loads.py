@@ -34,9 +34,8 @@ from tensor_dedup.store.reading.reader import StoredPieces
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _PLAIN: Final = "pack"
-# What saves less goes as it is: of plain pieces whoever pulls knows how many bytes they take, so
-# that a container of these alone can be fetched whole.
-LEAST_SAVED: Final = 512
+# What saves less goes as it is, and is read without decoding.
+_LEAST_SAVED: Final = 512
 _Place: TypeAlias = tuple[ContainerId, Record]
 
 
@@ -164,7 +163,7 @@ class Planner:
             new = {number: part for number, part in record.parts.items() if not comes(part)}
             if all(part not in self._lost and source.records(part) for part in new.values()):
                 cost = record.stored + sum(leaf_bytes(number, record.nbytes) for number in new)
-                if record.nbytes - cost >= LEAST_SAVED:
+                if record.nbytes - cost >= _LEAST_SAVED:
                     found.append((cost, container, place))
         return min(found, key=lambda each: each[:2])[2] if found else None
 

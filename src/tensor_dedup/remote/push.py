@@ -3,46 +3,40 @@
 A name must not appear before its pieces, so a push takes these steps in the order of a commit on
 disk:
 
-1. Write containers and their tables.
-2. Write manifests and manifest pages.
-3. Check that the objects on which the push relies exist.
-4. Write the catalog.
+1. Read what the names stand for, and the catalog: which pieces the remote has.
+2. Write containers with the missing pieces, each before its table.
+3. Write manifests and manifest pages.
+4. Check that the containers on which the push relies exist, and write the catalog.
 5. Write the references.
 
 An interrupted push leaves objects to which nothing refers. The next attempt finds these containers
-again, because their names depend on their content alone.
+again, because their names depend on their content alone. If another writer changes or deletes what
+a push relies on, the push begins again.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-import msgspec
-
 from tensor_dedup.digest import hand
-from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import (
-    DAMAGED,
     Catalog,
     CatalogChange,
-    ListedContainer,
     Trash,
     catalog_of,
     commit,
-    confirm,
-    drop,
-    is_damage_noted,
     listed,
+    note_damage,
+    noted_damage,
     read_catalog,
-    segment_blob,
-    unheld,
+    rebuilt,
     with_more,
 )
 from tensor_dedup.remote.conditions import check_remote, check_still, is_free, prepare
@@ -52,29 +46,20 @@ from tensor_dedup.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.remote.holders import in_small_encoded, put_holders, relied_on, sizes_of
 from tensor_dedup.remote.lease import LEASE_S, boottime
 from tensor_dedup.remote.loads import DamagedRecordError, Load, Planner, content, fill
-from tensor_dedup.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.containers import ContainerId
-from tensor_dedup.store.errors import (
-    NewerFormatError,
-)
+from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.reading.reader import StoredPieces
 
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
 _ASKED_BYTES: Final = 8 << 20
+# Of more containers than so many, a list costs fewer requests than to ask for each.
+_ASKED_CONTAINERS: Final = 8
 _ATTEMPTS: Final = 4
-# What a push is to cost: so much of what it has to send, and so much beside. A request has about so
-# many bytes of headers, the answer's included (some 820 were counted; S3's own answers are longer).
-# The list, the head and a reference are the last.
-_COST_SHARE: Final = 1.02
-_COST_BYTES: Final = 64 << 10
-_CALL_BYTES: Final = 900
-_LAST_CALLS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +107,14 @@ def push(
     *,
     replace: bool = False,
     guard: NameGuard | None = None,
-    relatives: Callable[[], Iterable[Relative]] = tuple,
     dry_run: bool = False,
 ) -> TransferResult:
     """Push `checkpoints`, which are all in one store, under their own names.
 
-    `open_pieces` opens pieces in the store, given by their digests, for reading. `relatives`
-    returns other checkpoints of the store that share manifest pages with the pushed ones. `guard`
-    is asked before a name changes, and its errors end the push. With `dry_run`, nothing is written.
+    `open_pieces` opens pieces in the store, given by their digests, for reading. With `replace`,
+    names may change what they stand for; if one stands for its checkpoint already, everything that
+    the remote has lost of it is sent again. `guard` is asked before a name changes, and its errors
+    end the push. With `dry_run`, nothing is written.
 
     Raises:
         RemoteNameTakenError: On the remote, a name stands for another checkpoint, and `replace` is
@@ -138,16 +123,34 @@ def push(
         RemoteBusyError: Other writers kept changing the remote.
     """
     began = time.monotonic()
-    guard = guard or NameGuard()
-    work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard, relatives)
-    for attempt in range(_ATTEMPTS):
-        try:
-            return work.run(began, dry_run=dry_run)
-        except _OutdatedError:
-            if attempt == _ATTEMPTS - 1:
-                what = "what it relied on was deleted there meanwhile, again and again"
-                raise RemoteBusyError.at(bucket.url, what) from None
-    raise AssertionError
+    work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard or NameGuard())
+    for _ in range(_ATTEMPTS):
+        with suppress(_OutdatedError):
+            unchanged = work.run(dry_run=dry_run)
+            return work.result(began, unchanged=unchanged, done=not dry_run)
+    what = "what it relied on was deleted there meanwhile, again and again"
+    raise RemoteBusyError.at(bucket.url, what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Relied:
+    """The pieces of the remote on which a push relies, and where they are.
+
+    `places` maps pieces, each with whether it is held without a base, to containers.
+    """
+
+    places: Mapping[tuple[bytes, bool], ContainerId]
+
+    @property
+    def containers(self) -> set[ContainerId]:
+        return {*self.places.values()}
+
+    def is_in(self, catalog: Catalog) -> bool:
+        """Whether a catalog still says so."""
+        return all(
+            container in catalog.holders(digest, alone=alone)
+            for (digest, alone), container in self.places.items()
+        )
 
 
 class _Push:
@@ -159,10 +162,8 @@ class _Push:
         progress: TransferListener,
         replace: bool,
         guard: NameGuard,
-        relatives: Callable[[], Iterable[Relative]],
     ) -> None:
         self._bucket, self._checkpoints, self._guard = bucket, checkpoints, guard
-        self._relatives = relatives
         self._before = bucket.traffic.counts()
         self._open_pieces, self._progress, self._replace = open_pieces, progress, replace
         self._sizes: dict[bytes, int] = {}
@@ -175,25 +176,40 @@ class _Push:
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._anchor_pieces = self._moved_bytes = 0
 
-    def run(self, began: float, *, dry_run: bool = False) -> TransferResult:
-        bucket = self._bucket
-        tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
-        # What was read may be an old answer, and a name that was deleted would be said to be there.
-        found = [(self._checkpoints[n].name, tag) for n, (there, tag) in tags.items() if there]
-        if not all([*bucket.each(lambda each: self._is_still(*each), found)]):
-            raise _OutdatedError
-        changing = {n: tag for n, (there, tag) in tags.items() if not there}
-        # Of a name that is there all is there, unless it was found damaged since.
-        changing = changing or {n: tags[n][1] for n in self._damaged_there()}
-        if changing and dry_run:
+    def run(self, *, dry_run: bool) -> bool:
+        """Push once; return whether the remote had everything."""
+        bucket, read = self._bucket, boottime()
+        looked = [*bucket.each(self._look, self._checkpoints)]
+        tags = {n: tag for n, (is_there, tag) in enumerate(looked) if not is_there}
+        if not tags:
+            # Of a name that is there all is there, unless it was found damaged since.
+            tags = {n: looked[n][1] for n in self._damaged_there()}
+        if not tags:
+            return True
+        if dry_run:
             self._count()
-        elif changing:
-            read = boottime()
-            self._send(self._catalog(), changing, read)
-        nbytes, calls = bucket.traffic.counts()
+            return False
+        catalog = self._have()
+        missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
+        self._progress.saved(sum(n for d, n in self._sizes.items() if d not in missing))
+        checkpoints = [self._checkpoints[number] for number in tags]
+        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
+        self._refuse_deleting(catalog, _keys(self._relied_on(catalog, missing, ()), (), blobs))
+        loads = self._send_containers(catalog, missing)
+        for _ in bucket.each(lambda part: self._send_manifest(part, blobs[part]), blobs):
+            pass
+        relied = self._relied_on(catalog, missing, loads)
+        self._check_there(catalog, relied)
+        self._publish(catalog, relied, loads, blobs)
+        self._refer_all(tags, read)
+        return False
+
+    def result(self, began: float, *, unchanged: bool, done: bool) -> TransferResult:
+        """Return what was pushed since `began`."""
+        nbytes, calls = self._bucket.traffic.counts()
         counted = [each for each in self._checkpoints if marked_by(each.name) is None]
         return TransferResult(
-            url=bucket.url,
+            url=self._bucket.url,
             names=tuple(each.name for each in counted),
             pieces=len(self._sizes),
             nbytes=sum(each.nbytes for each in counted),
@@ -202,47 +218,12 @@ class _Push:
             wire_bytes=nbytes - self._before[0],
             requests=calls - self._before[1],
             seconds=time.monotonic() - began,
-            unchanged=not changing,
+            unchanged=unchanged,
             anchor_pieces=self._anchor_pieces,
-            done=not dry_run,
+            done=done,
         )
 
-    def _count(self) -> None:
-        """Count what is missing there, as `_send` would find it."""
-        bucket = self._bucket
-        bucket.check_writable()
-        missing = {*self._sizes}
-        if not is_free(bucket):
-            mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
-            suspicious = self._replace and mending
-            missing = unheld(bucket, catalog_of(bucket), self._sizes, suspicious=suspicious)
-        self._moved_pieces = len(missing)
-        self._moved_bytes = sum(self._sizes[digest] for digest in missing)
-
-    def _damaged_there(self) -> list[int]:
-        """The checkpoints of which something is lost; looked for where something was noted."""
-        bucket = self._bucket
-        if not is_damage_noted(bucket):
-            return []
-        catalog = catalog_of(bucket)
-        gone = unheld(bucket, catalog, self._sizes)
-        noted = {k for k, since in catalog.trash.condemned.items() if since == DAMAGED}
-        return [
-            n
-            for n, each in enumerate(self._checkpoints)
-            if gone & each.wanted.keys() or noted & {*map(layout.manifest_key, each.blobs)}
-        ]
-
-    def _catalog(self) -> Catalog:
-        """Read the catalog of a remote that may be written to; make one where nothing is."""
-        bucket = self._bucket
-        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-            found = read_catalog(bucket, with_trash=True)
-            if found is not None:
-                check_still(bucket)
-                return found
-        # A new remote has no catalog, unless another first push was faster: `commit` sees that.
-        return Catalog(rebuilt=True) if prepare(bucket) else catalog_of(bucket)
+    # --- what is there
 
     def _look(self, checkpoint: Outgoing) -> tuple[bool, str | None]:
         """Whether the name stands for this already, and the tag of its reference."""
@@ -261,119 +242,98 @@ class _Push:
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
         self._seen[checkpoint.name] = manifest
-        # To replace a checkpoint by itself is to send what was found damaged or lost of it.
         is_there = manifest == checkpoint.manifest and checkpoint.name not in self._late
         return is_there and not self._replace, tag
-
-    def _is_still(self, name: str, tag: str | None) -> bool:
-        return tag is not None and self._bucket.still_has(layout.ref_key(name), tag)
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
         return RemoteNameTakenError.at(self._bucket.url, what, name=checkpoint.name)
 
-    def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
+    def _damaged_there(self) -> list[int]:
+        """The checkpoints of which something is lost; looked for where something was noted."""
+        noted = noted_damage(self._bucket)
+        if not noted:
+            return []
+        catalog = catalog_of(self._bucket)
+        gone = {digest for digest in self._sizes if not catalog.holders(digest)}
+        return [
+            n
+            for n, each in enumerate(self._checkpoints)
+            if gone & each.wanted.keys() or noted & {*map(layout.manifest_key, each.blobs)}
+        ]
+
+    @property
+    def _is_mending(self) -> bool:
+        """Whether a checkpoint is replaced by itself, so that what is lost of it is sent again."""
+        return self._replace and any(
+            self._seen[each.name] == each.manifest for each in self._checkpoints
+        )
+
+    def _count(self) -> None:
+        """Count what is missing there, for a dry run."""
         bucket = self._bucket
-        # To replace a checkpoint by itself is to mend it, whatever has been noted.
-        mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
-        relative = self._relative(catalog)
-        unheld_ = unheld(bucket, catalog, self._sizes, suspicious=self._replace and mending)
-        missing = {d: n for d, n in self._sizes.items() if d in unheld_}
-        saved = sum(n for d, n in self._sizes.items() if d not in missing)
-        self._progress.saved(saved)
-        checkpoints = [self._checkpoints[number] for number in tags]
-        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
-        others = {layout.manifest_key(part) for part in blobs}
-        others |= {layout.ref_key(each.name) for each in checkpoints}
-        loads: list[Load] = []
+        bucket.check_writable()
+        missing = {*self._sizes}
+        if not is_free(bucket):
+            catalog = rebuilt(bucket) if self._is_mending else catalog_of(bucket)
+            missing = {digest for digest in missing if not catalog.holders(digest)}
+        self._moved_pieces = len(missing)
+        self._moved_bytes = sum(self._sizes[digest] for digest in missing)
+
+    def _have(self) -> Catalog:
+        """Read the catalog of a remote that may be written to; make one where nothing is."""
+        bucket = self._bucket
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            found = read_catalog(bucket, with_trash=True)
+            if found is not None:
+                check_still(bucket)
+                return rebuilt(bucket) if self._is_mending else found
+        # A new remote has no catalog, unless another first push was faster: `commit` sees that.
+        return Catalog(rebuilt=True) if prepare(bucket) else catalog_of(bucket)
+
+    def _relied_on(
+        self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[Load]
+    ) -> _Relied:
+        """What is there of the checkpoints, and the bases there of the deltas that are sent."""
+        records = [record for load in loads for record in load.table.records]
+        bases = {base for record in records for base in record.bases}
+        places: dict[tuple[bytes, bool], ContainerId] = {}
+        for digest in (d for d in self._sizes if d not in missing):
+            alone = bool(catalog.holders(digest, alone=True))
+            places[digest, alone] = catalog.holders(digest)[0]
+        for digest in bases - {record.digest for record in records}:
+            places[digest, True] = catalog.holders(digest, alone=True)[0]
+        return _Relied(places)
+
+    def _refuse_deleting(self, catalog: Catalog, keys: Collection[str]) -> None:
+        """Refuse to rely on what a gc deletes. One that was killed stays on the list for an hour.
+
+        Asked before anything is sent, too: what the catalog said when it was read, counts.
+        """
+        if not catalog.trash.deleting.isdisjoint(keys):
+            what = "a gc deletes what this push needs; if none does, run one an hour later"
+            raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
+
+    # --- what is sent
+
+    def _send_containers(self, catalog: Catalog, missing: Mapping[bytes, int]) -> Sequence[Load]:
+        """Send the missing pieces, in the containers that are returned."""
+        loads: Sequence[Load] = ()
         if missing:
             with self._open_pieces({*missing}) as source:
-                places = (record for digest in missing for _, record in source.own_places(digest))
-                bases = {base for record in places for base in record.bases}
-                confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
                     loads = self._planner.plan(source, missing, catalog)
-                    reused = self._reused(catalog, missing, loads)
-                    self._refuse_deleting(catalog, others | _keys(reused, loads))
+                    relied = self._relied_on(catalog, missing, loads)
+                    self._refuse_deleting(catalog, _keys(relied, loads, ()))
                     try:
                         self._upload(source, loads, catalog)
                         break
                     except DamagedRecordError as error:
                         self._planner.note(error)
-        else:
-            reused = self._reused(catalog, missing, loads)
-            self._refuse_deleting(catalog, others | _keys(reused, loads))
         sent = [record for load in loads for record in load.table.records]
         self._moved_pieces, self._anchor_pieces = len(missing), len(sent) - len(missing)
         self._moved_bytes = sum(record.stored for record in sent)
-
-        def write(part: str) -> None:
-            bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
-
-        there = pages_there(bucket, catalog, relative, blobs, self._moved_bytes) if relative else ()
-        for _ in bucket.each(write, [part for part in blobs if part not in there]):
-            pass
-        reused = self._reused(catalog, missing, loads)
-        self._check_there(catalog, reused, loads)
-        self._put_holders(catalog, reused, loads, checkpoints)
-        self._publish(catalog, reused, loads, [*blobs], others | _keys(reused, loads))
-        for number, tag in tags.items():
-            # What is relied on may be condemned and deleted in a lease: then begin with what is
-            # there now, which costs no more than to ask for each container.
-            if boottime() - read > LEASE_S / 2:
-                raise _OutdatedError
-            self._refer(self._checkpoints[number], tag)
-            if boottime() - read > LEASE_S / 2:  # the machine slept in between
-                self._late.add(self._checkpoints[number].name)
-                raise _OutdatedError
-
-    def _relative(self, catalog: Catalog) -> Relative | None:
-        """A checkpoint of the remote that has pages in common with these, and is whole there.
-
-        To replace is to mend, and what was relied on in vain once is not again.
-        """
-        candidates, self._relatives = self._relatives, tuple
-        if self._replace or catalog.rebuilt or DAMAGED in catalog.trash.condemned.values():
-            return None
-        # Pages are looked for too, so either answer may be an old one. Of a piece that no table is
-        # read for, its reference alone says that it is there.
-        surely = any(map(catalog.is_doubtful, catalog.containers))
-        found = first_there(self._bucket, candidates(), surely=surely)
-        if found is not None and surely:
-            with suppress(StoreError):
-                catalog.assure(found.pieces())
-        return found
-
-    def _put_holders(
-        self,
-        catalog: Catalog,
-        reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[Load],
-        checkpoints: Sequence[Outgoing],
-    ) -> None:
-        """Write beside each manifest which containers hold its pieces, and what they are against.
-
-        Of what was there and is a delta, it is not known against what; a pull that has to know it
-        reads the catalog.
-        """
-        relied = Catalog()
-        for each in relied_on(catalog, reused):
-            relied.add(each)
-        for load in loads:
-            relied.add(listed(load.container, load.table))
-        bases = {r.digest: r.bases for load in loads for r in load.table.records}
-        sizes = {r.digest: r.stored for load in loads for r in load.table.records}
-        if encoded := in_small_encoded(catalog, reused):
-            with self._open_pieces(encoded) as source:
-                sizes |= sizes_of(source, encoded)
-
-        def write(checkpoint: Outgoing) -> None:
-            own = [digest for digest, nbytes in checkpoint.wanted.items() if nbytes]
-            anchors = dict.fromkeys(b for digest in own for b in bases.get(digest, ()))
-            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]), sizes)
-
-        for _ in self._bucket.each(write, {each.manifest: each for each in checkpoints}.values()):
-            pass
+        return loads
 
     def _upload(self, source: StoredPieces, loads: Sequence[Load], catalog: Catalog) -> None:
         """Send containers, some at once, and their tables in order.
@@ -418,9 +378,8 @@ class _Push:
                     memory = spare.pop() if spare else memoryview(bytearray(largest))
                     parts = memory[: load.nbytes]
                     fill(source, load, parts)
-                # What was condemned may have been so because it is damaged.
-                condemned = layout.container_key(load.container) in catalog.trash.condemned
-                ask = may_be_there and load.nbytes >= _ASKED_BYTES and not condemned
+                is_damaged = layout.container_key(load.container) in catalog.damaged
+                ask = may_be_there and load.nbytes >= _ASKED_BYTES and not is_damaged
                 sent = hand(pool, partial(self._send_one, load, parts, ask))
                 sending.append((load, sent, memory))
                 if streamed:
@@ -445,138 +404,78 @@ class _Push:
         bucket.put(key, parts)
         return not ask, False
 
-    def _reused(
-        self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[Load]
-    ) -> dict[tuple[bytes, bool], ContainerId]:
-        """The pieces of the remote that the checkpoints, or deltas among them, rely on, and where.
+    def _send_manifest(self, part: str, blob: bytes) -> None:
+        self._bucket.put(layout.manifest_key(part), [memoryview(blob)])
 
-        Each is given with whether it is held there without a base.
-        """
-        found: dict[tuple[bytes, bool], ContainerId] = {}
-        records = [record for load in loads for record in load.table.records]
-        bases = {base for record in records for base in record.bases}
-        for digest in (d for d in self._sizes if d not in missing):
-            held = catalog.holders(digest)
-            if not held:
-                # No table was to be read for it (`assure`); one was for another, and is gone.
-                raise _OutdatedError
-            found[digest, held[0] in catalog.holders(digest, alone=True)] = held[0]
-        for digest in bases - {record.digest for record in records}:
-            found[digest, True] = catalog.holders(digest, alone=True)[0]
-        return found
+    # --- what is committed
 
-    def _left(
-        self,
-        catalog: Catalog,
-        reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[Load],
-    ) -> int:
-        """The bytes that are left of what a push is to cost, when it has written what it must."""
-        nbytes, calls = self._bucket.traffic.counts()
-        new = [listed(load.container, load.table) for load in loads]
-        due = [[*new, *relied_on(catalog, reused)]]  # the holders, at most
-        segments = with_more(catalog, new)
-        due += [held for name, held in segments.items() if name not in catalog.segments]
-        nbytes += sum(len(segment_blob(each)) for each in due) - self._before[0]
-        calls += len(due) + _LAST_CALLS - self._before[1]
-        allowed = int(_COST_SHARE * self._moved_bytes) + _COST_BYTES
-        return allowed - nbytes - calls * _CALL_BYTES
-
-    def _check_there(
-        self,
-        catalog: Catalog,
-        reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[Load],
-    ) -> None:
+    def _check_there(self, catalog: Catalog, relied: _Relied) -> None:
         """Check that what the catalog says is there: a reference must not lead to nothing.
 
-        What is not there leaves the catalog and is noted as damaged, so that whoever has lost it
-        is told; the push begins anew and sends what was in it.
+        What is not there is noted as damaged and leaves the catalog, so that whoever has lost it is
+        told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        containers, left = {*reused.values()}, self._left(catalog, reused, loads)
-        gone = lost(bucket, catalog, containers, self._moved_bytes, left, mending=self._replace)
+        keys = {layout.container_key(c): catalog.containers[c].nbytes for c in relied.containers}
+        if len(keys) > _ASKED_CONTAINERS:
+            sizes = {s.key: s.size for s in bucket.list(layout.CONTAINERS) if s.key in keys}
+        else:
+            sizes = {s.key: s.size for s in bucket.each(bucket.head, keys) if s is not None}
+        gone = {key for key, nbytes in keys.items() if sizes.get(key) != nbytes}
         if gone:
             check_remote(bucket)  # or a catalog would be made where all of it has gone
-            drop(bucket, gone)
+            note_damage(bucket, gone)
             raise _OutdatedError
 
     def _publish(
         self,
         catalog: Catalog,
-        reused: Mapping[tuple[bytes, bool], ContainerId],
+        relied: _Relied,
         loads: Sequence[Load],
-        objects: Sequence[str],
-        keys: Collection[str],
+        blobs: Collection[str],
     ) -> None:
         """Enter the new containers in the catalog, and see that no gc takes what is relied on.
 
-        The `keys` are those of all that is relied on, the new ones too.
-
-        A delta is relied on only where it is listed now: a sweep leaves it out when it condemns
-        what that is against, which this push does not know and so could not take off that list.
+        A delta is relied on only where it is listed now: a gc leaves it out when it condemns what
+        that is against, which this push does not know and so could not take off that list.
         """
+        keys = _keys(relied, loads, blobs)
         new = [listed(load.container, load.table) for load in loads]
 
-        def change(now: Catalog) -> CatalogChange | None:
+        def change(now: Catalog) -> CatalogChange:
             self._refuse_deleting(now, keys)
-            condemned, before = now.trash.condemned, catalog.trash.condemned
-            found_damaged = {key for key, since in condemned.items() if since == DAMAGED}
-            if any(before.get(key) != DAMAGED for key in found_damaged.intersection(keys)):
+            if not relied.is_in(now) or not (now.damaged - catalog.damaged).isdisjoint(keys):
                 raise _OutdatedError
-            again = dict[ContainerId, ListedContainer]()
-            for (digest, alone), each in reused.items():
-                if each in now.containers:
-                    if each not in now.holders(digest, alone=alone):
-                        raise _OutdatedError
-                elif not alone or layout.container_key(each) not in condemned:
-                    raise _OutdatedError
-                else:
-                    # Of its deltas nobody knows whether what they are against is there still.
-                    entry = catalog.containers[each]
-                    again[each] = msgspec.structs.replace(entry, deltas=b"")
-            trash = Trash(
-                {key: since for key, since in condemned.items() if key not in keys},
-                now.trash.deleting,
-            )
-            segments = with_more(now, [*again.values(), *new])
-            same = segments.keys() == now.segments.keys() and trash == now.trash
-            return None if same and not now.rebuilt else (segments, trash)
+            condemned = {k: when for k, when in now.trash.condemned.items() if k not in keys}
+            trash = Trash(condemned, now.trash.deletion)
+            return CatalogChange(*with_more(now, new), trash, now.damaged - keys)
 
+        # Written even where it says nothing new: so a gc that has planned meanwhile begins anew.
         if commit(self._bucket, catalog, change).tag != catalog.tag:
-            self._check_sent(loads, objects)
+            self._check_sent(_keys(_Relied({}), loads, blobs))
 
-    def _refuse_deleting(self, now: Catalog, keys: Collection[str]) -> None:
-        """Refuse to rely on what a gc deletes. One that was killed stays on the list for an hour.
-
-        Asked before anything is sent, too: what the catalog said when it was read, counts.
-        """
-        if not now.trash.deleting.keys().isdisjoint(keys):
-            what = "a gc deletes what this push needs; if none does, run one an hour later"
-            raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
-
-    def _check_sent(self, loads: Sequence[Load], objects: Sequence[str]) -> None:
+    def _check_sent(self, keys: Collection[str]) -> None:
         """Check that what was sent is there, where others wrote the catalog meanwhile.
 
         A gc may have deleted what was garbage until then, and was sent again between its last look
         and its deletion. From here on no gc does: what is entered is on the list of none.
         """
-        wanted: dict[str, ContainerId | None] = {
-            key: load.container
-            for load in loads
-            for key in (
-                layout.container_key(load.container),
-                layout.table_key(load.container.name),
-            )
-        }
-        wanted |= dict.fromkeys(map(layout.manifest_key, objects))
-        gone = {*wanted}
-        for _ in range(2):  # an answer may be old
-            gone -= {s.key for s in self._bucket.each(self._bucket.head, gone) if s is not None}
-        if gone:
-            if containers := {c for key in gone if (c := wanted[key]) is not None}:
-                drop(self._bucket, containers)
+        there = {s.key for s in self._bucket.each(self._bucket.head, keys) if s is not None}
+        if gone := {*keys} - there:
+            note_damage(self._bucket, gone)
             raise _OutdatedError
+
+    def _refer_all(self, tags: Mapping[int, str | None], read: float) -> None:
+        """Write the references, unless so much time has passed that a gc may have deleted since."""
+        for number, tag in tags.items():
+            # What is relied on may be condemned and deleted in a lease: then begin with what is
+            # there now, which costs no more than to ask for each container.
+            if boottime() - read > LEASE_S / 2:
+                raise _OutdatedError
+            self._refer(self._checkpoints[number], tag)
+            if boottime() - read > LEASE_S / 2:  # the machine slept in between
+                self._late.add(self._checkpoints[number].name)
+                raise _OutdatedError
 
     def _refer(self, checkpoint: Outgoing, tag: str | None) -> None:
         """Commit: the name stands for the checkpoint from here on."""
@@ -622,8 +521,9 @@ def _is_streamed(load: Load) -> bool:
     return load.table.data_bytes > 2 * layout.CONTAINER_BYTES
 
 
-def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[Load]) -> set[str]:
-    """The keys of the containers that a push relies on or sends, and of their tables."""
-    containers = {*reused.values(), *(load.container for load in loads)}
+def _keys(relied: _Relied, loads: Sequence[Load], manifests: Collection[str]) -> set[str]:
+    """The keys of containers that a push relies on or sends, of their tables, and of manifests."""
+    containers = relied.containers | {load.container for load in loads}
     keys = {layout.container_key(each) for each in containers}
-    return keys | {layout.table_key(each.name) for each in containers}
+    keys |= {layout.table_key(each.name) for each in containers}
+    return keys | {layout.manifest_key(part) for part in manifests}
