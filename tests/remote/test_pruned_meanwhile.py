@@ -11,7 +11,7 @@ from remote_runs.remotes import MemoryBucket
 from store_runs.stores import open_store, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, TransferResult, layout, transfer
-from tensor_dedup.remote.neighbour import copy_checkpoint
+from tensor_dedup.remote.transfer import copy_checkpoint
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 
 

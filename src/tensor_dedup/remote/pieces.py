@@ -7,10 +7,10 @@ their leaf digests. If it returns bytes as they are stored, the caller has to ve
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.remote import layout
@@ -18,31 +18,29 @@ from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
-    LostRemotelyError,
     MissingRemoteError,
+    RemoteAccessError,
 )
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import CorruptFrameError
-from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.format.tables import ALIGNMENT, PLAIN, Record
 from tensor_dedup.store.reading.decoding import base_of, decode_leaf, leaves_of
 from tensor_dedup.store.reading.reader import StoredPieces
-
-if TYPE_CHECKING:
-    from tensor_dedup.remote.catalog import Catalog
 
 # A range has so many bytes, and less than twice as many.
 _RANGE_BYTES: Final = 32 << 20
 _GAP_BYTES: Final = 256 << 10
-# What may travel for nothing, to save requests: a share of what is wanted, and a little.
+# So much of what lies between may travel for nothing: a share of what is wanted, and a little.
 _WASTE_SHARE: Final = 0.01
-_WASTE_BYTES: Final = 16 << 10
+_WASTE_BYTES: Final = 512 << 10
 _AHEAD: Final = 4
 
+Place = tuple[ContainerId, Record]
+"""Where a copy of a piece is stored: a container, and an entry (record) in its table."""
 
-def waste_of(nbytes: int) -> int:
-    """Return how many unneeded bytes a pull of `nbytes` may download to save requests."""
-    return int(nbytes * _WASTE_SHARE) + _WASTE_BYTES
+Places = dict[bytes, Place]
+"""Where pieces are stored, by the digests of the pieces."""
 
 
 def name_of(digest: bytes, names: Mapping[bytes, str]) -> str:
@@ -106,24 +104,20 @@ class RemotePieces:
     def __init__(
         self,
         bucket: Bucket,
-        places: Mapping[bytes, tuple[ContainerId, Record]],
+        places: Mapping[bytes, Place],
         names: Mapping[bytes, str],
         bases: StoredPieces | None = None,
-        wholes: Mapping[ContainerId, memoryview] | None = None,
     ) -> None:
         """Start to download the pieces.
 
         * `places` maps the digest of each piece to its container and its entry in the table.
         * `names` maps digests to names of tensors, for messages.
         * `bases` has the bases of the pieces that are stored as deltas.
-        * `wholes` has the content of containers that were downloaded already. A range of these is
-          downloaded again only if its bytes are wrong.
         """
         self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
         self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
-        self._downloads = _downloads([places[digest] for digest in self.order], wholes or {})
+        self._downloads = _downloads([places[digest] for digest in self.order])
         self._starts = [(d.container, d.start) for d in self._downloads]
-        self._wholes = dict(wholes or {})
         self._changed = threading.Condition(threading.Lock())
         self._ahead: deque[int] = deque(range(len(self._downloads)))
         # Not `Bucket.each`: ranges arrive ahead of what is read, until this is closed.
@@ -206,7 +200,7 @@ class RemotePieces:
                     each.arrival.ended = True
             self._changed.notify_all()
 
-    def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+    def own_places(self, digest: bytes) -> list[Place]:
         """Return where a piece is stored: a list with one pair, the container and the table entry.
 
         Raises:
@@ -300,11 +294,7 @@ class RemotePieces:
         stop: int,
         arrived: Callable[[memoryview], None],
     ) -> None:
-        key, whole = layout.container_key(container), self._wholes.get(container)
-        if whole is not None and stop <= whole.nbytes:
-            arrived(whole[start:stop])
-            return
-        got = 0
+        key, got = layout.container_key(container), 0
 
         def counted(chunk: memoryview) -> None:
             nonlocal got
@@ -322,6 +312,10 @@ class RemotePieces:
             what = f"this container is gone, with {self._held_in(container)}"
             facts = {"container": container.name, "intact": 0}
             raise MissingRemoteError.at(self._bucket.at(key), what, **facts) from None
+        except RemoteAccessError as error:
+            # What S3 says to those who may not list, of an object that is not there.
+            error.facts |= {"container": container.name, "intact": 0}
+            raise
         if got != stop - start:
             what = f"bytes {start} to {stop} are {got}: it is too short"
             facts = {"container": container.name, "intact": start + got}
@@ -363,7 +357,6 @@ class RemotePieces:
             if self._stopped:
                 raise self._corrupt(container, record)
             # It may have been hit on its way.
-            self._wholes.pop(container, None)
             at = record.offset + start
             view[:] = self._fetch(container, at, at + view.nbytes)
             if b"".join(leaf_digests(view)) != leaves:
@@ -378,7 +371,6 @@ class RemotePieces:
             raise self._corrupt(container, record)
         base = base_of(record, self.read_leaf)
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
-        self._wholes.pop(container, None)
         try:
             head = self._fetch(container, record.offset, record.offset + size)
             places = chunks(bytes(head), record.stored)
@@ -412,104 +404,25 @@ class RemotePieces:
         )
 
 
-class LostPieces:
-    """A record of the pieces that earlier pulls could not get, for the pulls that follow.
-
-    A checkpoint that needs one of these pieces fails at once, without downloading its other pieces.
-    `bool()` of the object is False until `note` is called. Use it from one thread only.
-    """
-
-    def __init__(self) -> None:
-        # With sizes: where a manifest says a wrong one, it is that checkpoint alone which is lost.
-        self._pieces: set[tuple[bytes, int]] = set()
-        # Places that hold something else, by container and offset, and where containers end.
-        self._spoilt: set[tuple[str, int]] = set()
-        self._ends: dict[str, int] = {}
-        self._is_any = False
-        # What all tables of the remote say, once that was needed.
-        self.rebuilt: Catalog | None = None
-
-    def __bool__(self) -> bool:
-        return self._is_any
-
-    def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Record the piece, or the place in a container, that `error` reports as lost.
-
-        `error` ended the pull of a checkpoint. `wanted` maps the digests of the checkpoint's pieces
-        to their sizes.
-        """
-        self._is_any = True
-        facts = error.facts
-        lost = bytes.fromhex(str(facts.get("digest", "")))
-        name = str(facts.get("container", ""))
-        offset, end = facts.get("offset"), facts.get("intact")
-        if isinstance(end, int):
-            self._ends[name] = min(end, self._ends.get(name, end))
-        elif isinstance(offset, int):
-            self._spoilt.add((name, offset))
-        if lost in wanted:
-            self._pieces.add((lost, wanted[lost]))
-
-    def _is_lost(self, container: ContainerId, record: Record) -> bool:
-        end = self._ends.get(container.name)
-        is_cut = end is not None and record.offset + record.stored > end
-        return is_cut or (container.name, record.offset) in self._spoilt
-
-    def check(self, wanted: Mapping[bytes, int], names: Mapping[bytes, str], where: str) -> None:
-        """Check that none of the pieces in `wanted` is known to be lost.
-
-        `wanted` maps digests to sizes. For the message, `names` maps digests to names of tensors,
-        and `where` is the URL.
-
-        Raises:
-            MissingRemoteError: One of the pieces is known to be lost.
-        """
-        for piece in wanted.items():
-            if piece in self._pieces:
-                raise _known(piece[0], names, where)
-
-    def check_places(
-        self,
-        places: Mapping[bytes, tuple[ContainerId, Record]],
-        names: Mapping[bytes, str],
-        where: str,
-    ) -> None:
-        """Check that none of `places` is known to be missing or damaged.
-
-        `places` maps the digest of each piece to be read to its place: the container, and the entry
-        in the container's table. For the message, `names` maps digests to names of tensors, and
-        `where` is the URL.
-
-        Raises:
-            MissingRemoteError: One of the places is known to be missing or damaged.
-        """
-        for digest, place in places.items():
-            if self._is_lost(*place):
-                raise _known(digest, names, where)
-
-
-def _known(digest: bytes, names: Mapping[bytes, str], where: str) -> MissingRemoteError:
-    name = name_of(digest, names)
-    what = f"it needs {digest.hex()} ({name}), which others did not get either"
-    return MissingRemoteError.at(where, what, tensors=[name])  # no digest: it is noted already
-
-
-def _downloads(
-    places: Sequence[tuple[ContainerId, Record]], here: Collection[ContainerId]
-) -> list[_Download]:
+def _downloads(places: Sequence[Place]) -> list[_Download]:
     """The ranges to ask for: neighbours together, also over small gaps, none too long."""
-    wanted = sum(record.stored for container, record in places if container not in here)
-    bridged = _bridged(places, waste_of(wanted))
-    runs: list[list[tuple[ContainerId, Record]]] = []
-    for number, place in enumerate(places):
-        if number in bridged:
-            runs[-1].append(place)
+    waste = int(sum(record.stored for _, record in places) * _WASTE_SHARE) + _WASTE_BYTES
+    runs: list[list[Place]] = []
+    for container, record in places:
+        gap = -1
+        if runs and runs[-1][-1][0] == container:
+            last = runs[-1][-1][1]
+            gap = record.offset - last.offset - last.stored
+        is_padding = 0 <= gap < ALIGNMENT[container.kind]
+        if is_padding or 0 <= gap <= min(waste, _GAP_BYTES):
+            waste -= 0 if is_padding else gap
+            runs[-1].append((container, record))
         else:
-            runs.append([place])
+            runs.append([(container, record)])
     return [download for run in runs for download in _split(run)]
 
 
-def _split(run: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
+def _split(run: Sequence[Place]) -> list[_Download]:
     """The ranges of neighbours, equally long: a short one behind full ones is a request more."""
     length = run[-1][1].offset + run[-1][1].stored - run[0][1].offset
     longest = max(1, -(-length // max(1, length // _RANGE_BYTES)))
@@ -526,21 +439,4 @@ def _split(run: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
         for at in range(start, stop, longest):
             end = min(at + longest, stop)
             found.append(_Download(container, at, end, end - at))
-    return found
-
-
-def _bridged(places: Sequence[tuple[ContainerId, Record]], waste: int) -> set[int]:
-    """The places that are asked for together with the one before: small gaps first, as they fit."""
-    gaps = []
-    for number in range(1, len(places)):
-        (before, one), (container, other) = places[number - 1], places[number]
-        gap = other.offset - one.offset - one.stored
-        if container == before and gap <= _GAP_BYTES:
-            gaps.append((gap, number))
-    found = set[int]()
-    for gap, number in sorted(gaps):
-        waste -= gap
-        if waste < 0:
-            break
-        found.add(number)
     return found

@@ -17,7 +17,7 @@ from tensor_dedup.remote.errors import (
     UnlistedRemoteError,
 )
 from tensor_dedup.remote.lease import LEASE_S
-from tensor_dedup.remote.pull import (
+from tensor_dedup.remote.manifests import (
     RemoteManifest,
     find_ref,
     list_refs,

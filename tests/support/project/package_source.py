@@ -67,8 +67,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "remote": (
         *("errors", "environment", "traffic", "layout", "answers", "buckets", "urls"),
-        *("lease", "results", "catalog", "conditions", "loads", "holders", "pieces"),
-        *("relatives", "push", "pull", "run_pull", "neighbour", "inventory", "sweep", "upkeep"),
+        *("lease", "results", "catalog", "conditions", "loads", "manifests", "pieces", "locate"),
+        *("push", "pull", "inventory", "sweep", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),
     ),
     "loader": (

@@ -24,7 +24,8 @@ from tensor_dedup.remote.errors import (
     MissingRemoteError,
     RemoteNameTakenError,
 )
-from tensor_dedup.remote.pull import list_refs, open_pulled, read_content
+from tensor_dedup.remote.manifests import list_refs, read_content
+from tensor_dedup.remote.pull import open_pulled
 from tensor_dedup.remote.push import NameGuard, refer
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import SilentTransfer
@@ -289,7 +290,7 @@ class RemoteTier:
         fast, name = self._fast, step_name(self._run, step)
         try:
             with fast.handle.locked():
-                outgoing = transfer.outgoing(fast, name)
+                outgoing = transfer.outgoing(fast.handle.objects, name)
                 content = fast.handle.objects.manifest(outgoing.manifest)
         except UnknownNameError as error:
             raise OutdatedError from error
