@@ -8,7 +8,7 @@ import pytest
 from remote_runs.remotes import Faulty, MemoryBucket
 from store_runs.stores import content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
-from tensor_dedup.digest import digest
+from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.catalog import (
     PREFIX_BYTES,
@@ -285,67 +285,83 @@ def test_a_head_that_others_write_again_and_again_is_said_to_be() -> None:
 # --- deltas and what is condemned or damaged
 
 
-def table(container: str, *records: tuple[bytes, bytes | None]) -> tuple[ContainerId, Table]:
+SIZE = 4096
+ANCHOR, DELTA, OTHER = (noise(number, SIZE) for number in (21, 22, 23))
+
+
+def table(*records: tuple[bytes, bytes | None]) -> tuple[ContainerId, Table]:
     """A container with pieces, each with the base against which it is stored."""
-    kinds = [
-        Record(digest_, 4096 * n, 64, 64, PLAIN if base is None else "zipnn", base, digest_)
-        for n, (digest_, base) in enumerate(records)
-    ]
-    return ContainerId(digest(container.encode()), "mixed"), Table("mixed", 8192, kinds, None)
+    held = []
+    for n, (data, base) in enumerate(records):
+        leaves = b"".join(leaf_digests(memoryview(data)))
+        codec, stored, against = PLAIN, SIZE, None
+        if base is not None:
+            codec, stored, against = "sparse2", SIZE // 2, name_of(base)
+        held.append(Record(name_of(data), SIZE * n, stored, SIZE, codec, against, leaves))
+    found = Table("mixed", SIZE * len(held), held, None)
+    return ContainerId(tables.encode(found).name, "mixed"), found
 
 
-ANCHOR, DELTA, OTHER = (noise(number, 32) for number in (21, 22, 23))
+def name_of(data: bytes) -> bytes:
+    return bytes.fromhex(digest(data))
+
+
+def prefix_of(data: bytes) -> bytes:
+    return name_of(data)[:PREFIX_BYTES]
 
 
 @pytest.mark.parametrize("state", ["whole", "anchor condemned", "delta condemned", "anchor gone"])
 def test_a_delta_is_listed_only_with_what_it_is_against(state: str) -> None:
-    held, difference = table("a", (ANCHOR, None)), table("d", (DELTA, ANCHOR), (OTHER, None))
+    held, difference = table((ANCHOR, None)), table((DELTA, ANCHOR), (OTHER, None))
     keys = {name: layout.container_key(each[0]) for name, each in (("a", held), ("d", difference))}
     condemned = {"anchor condemned": [keys["a"]], "delta condemned": [keys["d"]]}.get(state, [])
     both = dict([difference] if state == "anchor gone" else [held, difference])
     found = {each.container: each for each in entries_of(both, condemned)}
-    assert found[difference[0]].alone == OTHER[:PREFIX_BYTES]
-    assert found[difference[0]].deltas == (DELTA[:PREFIX_BYTES] if state == "whole" else b"")
-    assert state == "anchor gone" or found[held[0]].alone == ANCHOR[:PREFIX_BYTES]
+    assert found[difference[0]].alone == prefix_of(OTHER)
+    assert found[difference[0]].deltas == (prefix_of(DELTA) if state == "whole" else b"")
+    assert state == "anchor gone" or found[held[0]].alone == prefix_of(ANCHOR)
 
 
 def test_what_is_corrected_lists_no_container_that_the_catalog_does_not() -> None:
     """A gc may have deleted it since its table was read."""
-    held, difference = table("a", (ANCHOR, None)), table("d", (DELTA, ANCHOR), (OTHER, None))
+    held, difference = table((ANCHOR, None)), table((DELTA, ANCHOR), (OTHER, None))
     now = Catalog()
     now.add(listed(*difference))
     [found] = corrected(now, dict([held, difference]), ())
     assert (found.container, found.deltas) == (difference[0], b"")
     # Nor is a delta listed whose table was not read.
     [found] = corrected(now, {}, ())
-    assert (found.alone, found.deltas) == (OTHER[:PREFIX_BYTES], b"")
+    assert (found.alone, found.deltas) == (prefix_of(OTHER), b"")
     assert corrected(now, {}, {layout.container_key(difference[0])}) == []
 
 
 def test_damage_that_is_noted_takes_with_it_what_is_against_it() -> None:
     bucket = MemoryBucket()
-    held, difference = table("a", (ANCHOR, None)), table("d", (DELTA, ANCHOR), (OTHER, None))
-    pairs = []
-    for _, each in (held, difference):
+    held, difference = table((ANCHOR, None)), table((DELTA, ANCHOR), (OTHER, None))
+    pairs = held, difference
+    for container, each in pairs:
         frame = tables.encode(each)
-        bucket.put(layout.table_key(frame.name), [memoryview(frame.blob)])
-        pairs.append((ContainerId(frame.name, each.kind), each))
+        bucket.put(layout.table_key(container.name), [memoryview(frame.blob)])
     write_catalog(bucket, [listed(*each) for each in pairs])
-    assert read(bucket).holders(DELTA)
-    key = layout.container_key(pairs[0][0])
+    assert read(bucket).holders(name_of(DELTA))
+    key = layout.container_key(held[0])
     note_damage(bucket, [key])
     found = read(bucket)
     assert found.damaged == noted_damage(bucket) == {key}
-    assert not found.holders(ANCHOR)
-    assert not found.holders(DELTA)
-    assert found.holders(OTHER)
-    for lost in (layout.HEAD, next(k for k in bucket.objects if k.startswith("catalog/"))):
+    assert not found.holders(name_of(ANCHOR))
+    assert not found.holders(name_of(DELTA))
+    assert found.holders(name_of(OTHER))
+    segments = [key for key in bucket.objects if key.startswith("catalog/") and key != layout.HEAD]
+    for lost in ([layout.HEAD], segments):
         kept = dict(bucket.objects)
-        bucket.objects.pop(lost)
+        for key in lost:
+            del bucket.objects[key]
         again = catalog_of(bucket)
         assert again.rebuilt
+        assert again.holders(name_of(OTHER))
         # Without its head, what was noted is forgotten.
-        assert bool(again.holders(ANCHOR)) == (lost == layout.HEAD)
+        assert bool(again.holders(name_of(ANCHOR))) == (lost == [layout.HEAD])
+        assert bool(again.holders(name_of(DELTA))) == (lost == [layout.HEAD])
         bucket.objects = kept
 
 
