@@ -2,31 +2,24 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Final
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.remote.catalog import (
-    listed,
-    read_table,
-)
+from tensor_dedup.remote.catalog import listed, read_table
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteAccessError,
     RemoteUnreachableError,
 )
-from tensor_dedup.remote.pull import (
-    RemoteManifest,
-    read_manifest,
-)
+from tensor_dedup.remote.pull import RemoteManifest, read_manifest
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.names import marked_by
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.upkeep.gc import Held
+from tensor_dedup.store.upkeep import live_set
 
 # What says nothing of an object: the server cannot be asked.
 AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
@@ -46,33 +39,26 @@ class RemoteFault:
     affected: tuple[str, ...] = ()
 
 
-def names(bucket: Bucket) -> list[str]:
-    """Return all names that have a reference on the remote, sorted; deleted names are included."""
-    found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
-    return sorted(name for name in found if name is not None)
-
-
 @dataclass
 class RemoteInventory:
     """The inventory of a remote: its objects, and the content of its manifests and tables.
 
-    * `objects` maps keys to statuses, and `deleted` has the names that were deleted.
-    * `unreadable` maps the key of a container to a fault of the container or of its table. It is
-      unknown whether a checkpoint needs the container.
+    * `objects` maps keys to statuses.
+    * `manifests` has the manifest of each name, and `broken` the names of manifests to which a
+      reference leads, but which cannot be read completely.
+    * `tables` maps containers to their tables, and `unreadable` maps a container to a fault of the
+      container or of its table. It is unknown whether a checkpoint needs such a container.
+    * `newer` has those of the unreadable containers that a later version has written.
     * `problems` has all other faults.
-    * `newer` has the containers that a later version has written. Their content is unknown.
-    * `broken` has the names of manifests to which a reference leads, but which cannot be read
-      completely.
     """
 
-    manifests: list[RemoteManifest] = field(default_factory=list)
-    deleted: list[str] = field(default_factory=list)
-    tables: dict[ContainerId, Table] = field(default_factory=dict)
     objects: dict[str, ObjectStatus] = field(default_factory=dict)
-    problems: list[RemoteFault] = field(default_factory=list)
-    unreadable: dict[str, RemoteFault] = field(default_factory=dict)
-    newer: set[ContainerId] = field(default_factory=set)
+    manifests: list[RemoteManifest] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    tables: dict[ContainerId, Table] = field(default_factory=dict)
+    unreadable: dict[ContainerId, RemoteFault] = field(default_factory=dict)
+    newer: set[ContainerId] = field(default_factory=set)
+    problems: list[RemoteFault] = field(default_factory=list)
 
     def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
         """Return whether the objects at `keys` exist and have not changed since `earlier`."""
@@ -87,64 +73,54 @@ class RemoteInventory:
                 users.setdefault(digest, []).append(name)
         return users
 
-    def held(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """Return the pieces in each container: for each piece, its entry (record) in the table."""
-        return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
+    def records(
+        self, without: Collection[tuple[ContainerId, bytes]] = ()
+    ) -> dict[ContainerId, list[Record]]:
+        """Return the records in each table.
+
+        `without` has pairs of a container and a digest, which name records to leave out.
+        """
+        return {
+            container: [r for r in table.records if (container, r.digest) not in without]
+            for container, table in self.tables.items()
+        }
 
     def lost(self, without: Collection[tuple[ContainerId, bytes]] = ()) -> dict[bytes, list[str]]:
         """Return the lost pieces: a dict from digests to the names of checkpoints that need them.
 
         A piece is lost if no container holds it, or if containers hold it only as a delta whose
-        base is in no container. `without` has pairs of a container and a digest, which name copies
-        to treat as missing.
+        base is in no container. `without` is as in `records`.
         """
-        held = {
-            c: {d: record for d, record in records.items() if (c, d) not in without}
-            for c, records in self.held().items()
-        }
-        there = {digest for records in readable(held).values() for digest in records}
-        return {digest: users for digest, users in self.live().items() if digest not in there}
-
-
-def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Return `held` without the deltas whose base is in no container, which cannot be read."""
-    alone = {d for records in held.values() for d, record in records.items() if record.base is None}
-    return {
-        container: {d: r for d, r in records.items() if alone.issuperset(r.bases)}
-        for container, records in held.items()
-    }
+        live = self.live()
+        gone = live_set.lost(live, self.records(without))
+        return {digest: users for digest, users in live.items() if digest in gone}
 
 
 def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
     """List all objects of a remote, and read all references, manifests, pages and tables.
 
-    Objects that cannot be read are reported in the result. If a push runs meanwhile, its new
-    objects are not taken for garbage. `known` is an earlier inventory; an immutable object that has
-    the same status as in `known` is not read again.
+    Objects that cannot be read are reported in the result. `known` is an earlier inventory; an
+    immutable object that has the same status as in `known` is not read again.
     """
-    known = known or RemoteInventory()
-    found = RemoteInventory()
-    folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
-    for prefix in folders:
-        for status in bucket.list(prefix):
-            found.objects[status.key] = status
-    for key in found.objects:
-        if not layout.is_known(key):
-            found.problems.append(RemoteFault(bucket.at(key), UNKNOWN_OBJECT))
-    _read_tables(bucket, found, known)
+    known, found = known or RemoteInventory(), RemoteInventory()
+    # Containers are listed last: then all that a reference leads to was there before.
+    _list(bucket, found, layout.MANIFESTS, layout.REFS)
     _read_manifests(bucket, found, known)
-    # A push may have ended meanwhile: a reference that was read last leads to what came later.
-    while found.lost() and _list_more(bucket, found, known):
-        pass
+    _list(bucket, found, layout.CONTAINERS, layout.TABLES)
+    _read_tables(bucket, found, known)
     return found
 
 
+def _list(bucket: Bucket, found: RemoteInventory, *prefixes: str) -> None:
+    for status in (status for prefix in prefixes for status in bucket.list(prefix)):
+        found.objects[status.key] = status
+        if not layout.is_known(status.key):
+            found.problems.append(RemoteFault(bucket.at(status.key), UNKNOWN_OBJECT))
+
+
 def _read_manifests(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
-    # No reference is ever deleted. So one that any list has had is there, and an answer that it is
-    # not, as a list without it, is an old one.
-    refs = (key for key in chain(found.objects, known.objects) if key.startswith(layout.REFS))
-    listed_ = (layout.name_of_ref(key) for key in refs)
-    every = sorted({*names(bucket), *(name for name in listed_ if name is not None)})
+    refs = (layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS))
+    names = sorted(name for name in refs if name is not None)
     blobs = {
         part: blob
         for each in known.manifests
@@ -153,77 +129,73 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory, known: RemoteInvento
     }
     whole = {m.manifest: m for m in known.manifests if m.blobs.keys() <= blobs.keys()}
 
-    def read(name: str) -> tuple[str, RemoteManifest | StoreError | None]:
-        key, manifest = layout.ref_key(name), ""
+    def read(name: str) -> RemoteManifest | RemoteFault | None:
+        where, manifest = bucket.at(layout.ref_key(name)), None
         try:
-            ref = bucket.get(key, layout.TEXT_BYTES)
-            if ref is None:
-                raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
-            manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
+            manifest = _referred(bucket, name)
+            if manifest is None:
+                return None
             if manifest in whole:
-                return manifest, replace(whole[manifest], name=name)
-            return manifest, read_manifest(bucket, name, manifest, blobs.get) if manifest else None
+                return replace(whole[manifest], name=name)
+            return read_manifest(bucket, name, manifest, blobs.get)
         except AWAY:
             raise
         except StoreError as error:
-            return manifest, error
-
-    for name, (manifest, content) in zip(every, bucket.each(read, every), strict=True):
-        if isinstance(content, RemoteManifest):
-            found.manifests.append(content)
-        elif content is None:
-            found.deleted.append(name)
-        else:
-            where = bucket.at(layout.ref_key(name))
-            found.problems.append(RemoteFault(where, str(content), (name,)))
-            if manifest:
+            if manifest is not None:
                 found.broken.add(manifest)
+            return RemoteFault(where, str(error), (name,))
+
+    for each in bucket.each(read, names):
+        if isinstance(each, RemoteManifest):
+            found.manifests.append(each)
+        elif each is not None:
+            found.problems.append(each)
 
 
-def _list_more(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> bool:
-    """List containers and tables again, and read the tables of new ones; whether any was read."""
-    for prefix in (layout.CONTAINERS, layout.TABLES):
-        for status in bucket.list(prefix):
-            if layout.is_known(status.key):
-                found.objects.setdefault(status.key, status)
-    before = len(found.tables)
-    _read_tables(bucket, found, known)
-    return len(found.tables) > before
+def _referred(bucket: Bucket, name: str) -> str | None:
+    key = layout.ref_key(name)
+    found = bucket.get(key, layout.TEXT_BYTES)
+    if found is None:  # none is ever deleted
+        raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
+    return layout.referred(found[0], name, bucket.at(key))
 
 
 def _read_tables(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
-    """Read the tables of listed containers that have not been read yet."""
-    done = {*map(layout.container_key, found.tables), *found.unreadable}
-    keys = (key for key in found.objects if key not in done)
-    containers = [c for key in keys if (c := layout.container_of(key)) is not None]
-
-    def table(container: ContainerId) -> Table | StoreError:
+    def read(container: ContainerId) -> Table | StoreError:
+        both = layout.container_key(container), layout.table_key(container.name)
+        if container in known.tables and found.has_still(known, *both):
+            return known.tables[container]
         try:
-            read = read_table(bucket, container.name)
-            entry = listed(container, read)
+            table = read_table(bucket, container.name)
+            check_size(bucket, container, table, found.objects[both[0]].size)
         except AWAY:
             raise
         except StoreError as error:
             return error
-        key = layout.container_key(container)
-        size = found.objects[key].size
-        if read.kind == container.kind and entry.nbytes == size:
-            return read
-        what = f"{size} bytes, its table says {entry.nbytes} of the kind {read.kind}"
-        return DamagedRemoteError.at(bucket.at(key), what)
+        return table
 
+    listed_ = [c for key in found.objects if (c := layout.container_of(key)) is not None]
     # One without a table is being pushed, or its push has died: garbage, when it is old.
-    whole = [c for c in containers if layout.table_key(c.name) in found.objects]
-    for c in whole:
-        both = layout.container_key(c), layout.table_key(c.name)
-        if c in known.tables and found.has_still(known, *both):
-            found.tables[c] = known.tables[c]
-    whole = [c for c in whole if c not in found.tables]
-    for container, read in zip(whole, bucket.each(table, whole), strict=True):
-        if isinstance(read, Table):
-            found.tables[container] = read
+    wanted = [c for c in listed_ if layout.table_key(c.name) in found.objects]
+    for container, table in zip(wanted, bucket.each(read, wanted), strict=True):
+        if isinstance(table, Table):
+            found.tables[container] = table
+        elif isinstance(table, MissingRemoteError):  # a sweep has deleted it meanwhile
+            found.objects.pop(layout.table_key(container.name), None)
         else:
-            key = layout.container_key(container)
-            found.unreadable[key] = RemoteFault(bucket.at(key), str(read))
-            if isinstance(read, NewerFormatError):
+            where = bucket.at(layout.container_key(container))
+            found.unreadable[container] = RemoteFault(where, str(table))
+            if isinstance(table, NewerFormatError):
                 found.newer.add(container)
+
+
+def check_size(bucket: Bucket, container: ContainerId, table: Table, size: int) -> None:
+    """Check that `table` is that of a container whose object has `size` bytes.
+
+    Raises:
+        DamagedRemoteError: It is that of another one, or the container is cut short.
+    """
+    expected = listed(container, table).nbytes
+    if table.kind != container.kind or size != expected:
+        what = f"{size} bytes, its table says {expected} of the kind {table.kind}"
+        raise DamagedRemoteError.at(bucket.at(layout.container_key(container)), what)

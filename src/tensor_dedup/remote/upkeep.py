@@ -1,8 +1,9 @@
 """List, measure and verify the checkpoints on a remote, and delete their names."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Final
 
 from tensor_dedup.digest import digest as digest_of
@@ -10,25 +11,19 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import (
-    DAMAGED,
     Catalog,
     CatalogChange,
     ListedContainer,
-    Trash,
-    bases_listed,
     catalog_of,
     commit,
-    condemned,
-    drop,
-    is_damage_noted,
+    corrected,
     listed,
+    noted_damage,
     prefixes,
     read_catalog,
+    read_table,
     read_table_within,
     read_trash,
-    segment_of,
-    unheld,
-    with_more,
 )
 from tensor_dedup.remote.conditions import check_remote, restore_marker
 from tensor_dedup.remote.errors import (
@@ -38,7 +33,6 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
     as_far_as_allowed,
 )
-from tensor_dedup.remote.holders import fault_of, put_holders, read_holders
 from tensor_dedup.remote.inventory import (
     AWAY,
     RemoteFault,
@@ -62,7 +56,7 @@ from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import MARK, marked_by
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.steps.runs import parse_step_name
-from tensor_dedup.store.upkeep.gc import needed
+from tensor_dedup.store.upkeep.live_set import needed, readable
 
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
 _UNSWEPT: Final = (
@@ -166,13 +160,13 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
 
 def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
     """Return what says which damage is noted to the pieces of a checkpoint."""
-    if not is_damage_noted(bucket):
+    if not noted_damage(bucket):
         return lambda _: None
     catalog = catalog_of(bucket)
 
     def damage(found: RemoteManifest) -> str | None:
         pieces = {piece.digest for piece in found.pieces if piece.nbytes}
-        lost = len(unheld(bucket, catalog, pieces))
+        lost = sum(not catalog.holders(digest) for digest in pieces)
         what = f"{lost} of {len(pieces)} pieces are in containers that were found damaged or lost"
         return what if lost else None
 
@@ -241,114 +235,45 @@ def _delete_name(bucket: Bucket, name: str) -> None:
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
 
 
-def _mended_tables(
-    bucket: Bucket, catalog: Catalog | None, found: RemoteInventory
-) -> Iterator[RemoteFault]:
-    """The tables that are gone or damaged, when they have been written again from containers.
-
-    Looked for in the containers that the catalog names; where pieces are lost, in all others but
-    those of a sweep, which may be about to delete them. Where it is not known which those are, in
-    none of the others: a table without its container would have pushes rely on what is gone.
-    """
-    there = {c for key in found.objects if (c := layout.container_of(key)) is not None}
-    without = there - found.tables.keys()
-    named = without & (catalog.containers.keys() if catalog is not None else set())
-    yield from _read_within(bucket, found, named)
-    if without - named and found.lost():
-        try:
-            swept = _swept(bucket)
-        except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
-            where = str(error.facts["path"])
-            what = error.message.removeprefix(f"{where}: ").removesuffix(f"; {error.advice}")
-            yield RemoteFault(where, f"{what}, {_UNSWEPT}")
-            return
-        rest = {c for c in without - named if layout.container_key(c) not in swept}
-        yield from _read_within(bucket, found, rest)
-
-
-def _swept(bucket: Bucket) -> set[str]:
-    """The keys that sweeps have condemned or are deleting; raises where that cannot be read."""
-    head, error = bucket.at(layout.HEAD), None
-    try:
-        if (trash := read_trash(bucket)) is not None:
-            return {k for k, s in trash.condemned.items() if s != DAMAGED} | {*trash.deleting}
-    except (DamagedRemoteError, MissingRemoteError) as found:
-        error = found
-    # A head that is lost may have named a list, if there is any.
-    if (error is None or error.facts["path"] == head) and not [*bucket.list(layout.TRASH)]:
-        return set()
-    raise error or MissingRemoteError.at(head, "it is gone")
-
-
-def _read_within(
-    bucket: Bucket, found: RemoteInventory, containers: Collection[ContainerId]
-) -> Iterator[RemoteFault]:
-    def read(container: ContainerId) -> Table | None:
-        size = found.objects[layout.container_key(container)].size
-        table = read_table_within(bucket, container, size)
-        if table is None or listed(container, table).nbytes != size:
-            return None
-        return table if tables.encode(table).name == container.name else None
-
-    wanted = sorted(containers)
-    for container, table in zip(wanted, bucket.each(read, wanted), strict=True):
-        if table is None:
-            continue
-        key = layout.table_key(container.name)
-        with as_far_as_allowed():
-            bucket.put(key, [memoryview(tables.encode(table).blob)])
-        found.tables[container] = table
-        found.unreadable.pop(layout.container_key(container), None)
-        yield RemoteFault(bucket.at(key), "this table is gone or damaged; its container has it")
-
-
 def usage(bucket: Bucket) -> RemoteUsage:
     """Measure the space that a remote and its checkpoints take, from manifests and tables alone."""
     check_remote(bucket)
     found, noted = take_inventory(bucket), _noted_damage(bucket)
     live = found.live()
-    need = needed(live, found.held())
+    need = needed(live, readable(found.records()))
     kept = [record for c in need.containers for record in found.tables[c].records]
+    used = live.keys() | need.anchors
     # What is stored as a difference needs what it is against, too, whoever else has that.
-    users = {digest: {*names_} for digest, names_ in live.items()}
-    used_by = ((base, r.digest) for r in kept if r.digest in live for base in r.bases)
-    for base, digest in used_by:
-        users.setdefault(base, set()).update(live[digest])
+    users = {digest: {*names} for digest, names in live.items()}
+    for record in (record for record in kept if record.digest in live):
+        for base in record.bases:
+            users.setdefault(base, set()).update(live[record.digest])
     stored: dict[bytes, int] = {}
-    for records in found.held().values():
-        for record in records.values():
-            stored[record.digest] = min(record.stored, stored.get(record.digest, record.stored))
-    described_ = []
-    runs: dict[str, int] = {}
-    for digest, names_ in users.items():
-        owners = {owner(name) for name in names_}
-        (name, is_run), *others = owners
-        if is_run and not others:
-            runs[name] = runs.get(name, 0) + stored.get(digest, 0)
-    of_one: dict[str, list[bytes]] = {}
-    for digest, names_ in users.items():
-        (first, *others_) = names_
-        if not others_:
-            of_one.setdefault(first, []).append(digest)
-    for each in found.manifests:
-        if marked_by(each.name) is not None:
-            continue
-        own = sum(stored.get(d, 0) for d in of_one.get(each.name, ()))
-        described_.append(described(each, own, noted(each)))
-    broken = [
+    for record in (record for table in found.tables.values() for record in table.records):
+        stored[record.digest] = min(record.stored, stored.get(record.digest, record.stored))
+    unique, of_runs = Counter[str](), Counter[str]()
+    for digest, names in users.items():
+        if len(names) == 1:
+            unique[next(iter(names))] += stored.get(digest, 0)
+        owners = {owner(name) for name in names}
+        name, is_run = next(iter(owners))
+        if is_run and len(owners) == 1:
+            of_runs[name] += stored.get(digest, 0)
+    whole = (each for each in found.manifests if marked_by(each.name) is None)
+    checkpoints_ = [described(each, unique[each.name], noted(each)) for each in whole]
+    checkpoints_ += [
         RemoteCheckpoint(name, damage=fault.what)
         for fault in found.problems
         for name in fault.affected
         if marked_by(name) is None
     ]
-    used = live.keys() | need.anchors
     sizes = [s.size for key, s in found.objects.items() if key.startswith(layout.CONTAINERS)]
     return RemoteUsage(
-        tuple(sorted([*described_, *broken], key=lambda each: each.name)),
+        tuple(sorted(checkpoints_, key=lambda each: each.name)),
         len(sizes),
         sum(sizes),
         sum(sizes) - sum(record.stored for record in kept if record.digest in used),
-        runs,
+        {**of_runs},
     )
 
 
@@ -368,62 +293,149 @@ def verify(
     """Check manifests, tables and references; with `full`, the content of all containers too.
 
     `advance` receives the number of bytes after each container that was checked in full. Objects
-    written by a later version are left unchanged. The check also repairs the remote:
+    written by a later version are left unchanged. The check also repairs the remote, as far as it
+    may write to it:
 
     * A missing or damaged marker (`FORMAT`) is written again.
     * A missing table is written again from its container.
-    * Containers with faults are removed from the catalog and from the lists of holders, so that a
-      push sends their pieces again.
+    * Containers with faults are removed from the catalog, so that a push sends their pieces again.
     * With `full`, intact containers that were noted as damaged are added to the catalog again.
-    * Entries in the catalog and in the lists that differ from the tables are corrected.
+    * Entries in the catalog that differ from the tables are corrected.
     * Lost manifests and manifest pages are noted in the catalog.
     """
-    faults, read = list[RemoteFault](), 0
+    faults = list[RemoteFault]()
     if (what := restore_marker(bucket)) is not None:
         faults.append(RemoteFault(bucket.at(layout.MARKER), what))
     try:  # before the rest is listed: what it names then has been there for a while
-        catalog = read_catalog(bucket)
+        before = read_catalog(bucket)
     except AWAY:
         raise
     except StoreError as error:
         faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
-        catalog = None
+        before = None
+    before = Catalog() if before is None else before
     found = take_inventory(bucket)
     faults += found.problems
-    faults += _mended_tables(bucket, catalog, found)
+    faults += _mended_tables(bucket, before, found)
     # What containers of a later version hold is not known here.
     lost = found.lost() if not found.newer else {}
+    wrong = [*_wrong_records(bucket, found, advance)] if full else []
+    now = catalog_of(bucket, before=before)
     # What nobody needs and no push relies on any more is a sweep's to take, and no fault.
-    noted = condemned(bucket) if found.unreadable and not lost else {}
-    faults += [fault for key, fault in found.unreadable.items() if key not in noted]
+    unused = now.damaged | now.trash.deleting
+    unreadable = found.unreadable.items()
+    faults += [f for c, f in unreadable if lost or layout.container_key(c) not in unused]
     for digest, losers in lost.items():
         what = f"no container holds {digest.hex()}"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted({*losers}))))
-    damaged = list[tuple[ContainerId, Record, str]]()
+    spoilt = _spoilt(bucket, found, wrong, unused)
+    faults += [fault for held in spoilt.values() for fault in held]
+    absent = (before.containers.keys() & now.containers) - found.tables.keys() - found.newer
+    lost_parts = {key for manifest in sorted(found.broken) for key in _lost_of(bucket, manifest)}
+    whole = {layout.manifest_key(part) for each in found.manifests for part in each.blobs}
     if full:
-        names = {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
-        for container, table in sorted(found.tables.items()):
-            for record, what in _faults_in(bucket, container, table, names):
-                damaged.append((container, record, what))
-            read += sum(record.stored for record in table.records)
-            advance(table.data_bytes)
-    bad = _damage(bucket, catalog, found, damaged)
-    faults += [fault for held in bad.values() for fault in held]
-    faults += _mended(bucket, catalog, found, bad)
-    wrong = {container for container, _, _ in damaged}
-    if full:
-        faults += _taken_back(bucket, found, wrong)
-    faults += _mended_notes(bucket, found)
-    if not found.newer:
-        faults += _mended_holders(bucket, found, wrong)
-    names_ = [each.name for each in found.manifests]
-    names_ += [each.affected[0] for each in found.problems if each.affected]
+        whole |= {*map(layout.container_key, found.tables.keys() - {c for c, _, _ in wrong})}
+    whole &= before.damaged & now.damaged - lost_parts
+    for containers, what in (
+        (absent, "the catalog names it, and it is not there, whole"),
+        (
+            _lies(now, found.tables) - spoilt.keys(),
+            "the catalog says of it what its table does not",
+        ),
+    ):
+        faults += [
+            RemoteFault(bucket.at(layout.container_key(c)), what) for c in sorted(containers)
+        ]
+    faults += [RemoteFault(bucket.at(key), _WHOLE) for key in sorted(whole)]
+    bad = lost_parts | {*map(layout.container_key, spoilt.keys() | absent)}
+    with as_far_as_allowed():
+        _mend(bucket, now, found.tables, bad, whole)
+    names = [each.name for each in found.manifests]
+    names += [each.affected[0] for each in found.problems if each.affected]
     return RemoteVerifyResult(
-        sum(marked_by(name) is None for name in names_),
+        sum(marked_by(name) is None for name in names),
         len(found.tables),
-        read,
+        sum(r.stored for table in found.tables.values() for r in table.records) if full else 0,
         tuple(faults),
     )
+
+
+def _mended_tables(
+    bucket: Bucket, catalog: Catalog, found: RemoteInventory
+) -> Iterator[RemoteFault]:
+    """The tables that are gone or damaged, when they have been written again from containers.
+
+    Looked for in the containers that the catalog names and, where pieces are lost, in all others,
+    but for those of a sweep, which may be about to delete them. Where it is not known which those
+    are, in none of the others: a table without its container would have pushes rely on what is
+    gone.
+    """
+    there = {c for key in found.objects if (c := layout.container_of(key)) is not None}
+    without = there - found.tables.keys()
+    named = without & catalog.containers.keys()
+    others = without - named if without and found.lost() else set()
+    if not named | others:
+        return
+    swept: Collection[str] = ()
+    try:
+        swept = _swept(bucket)
+    except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
+        if others:
+            where = str(error.facts["path"])
+            what = error.message.removeprefix(f"{where}: ").removesuffix(f"; {error.advice}")
+            yield RemoteFault(where, f"{what}, {_UNSWEPT}")
+            others = set()
+    yield from _read_within(
+        bucket, found, [c for c in named | others if layout.container_key(c) not in swept]
+    )
+
+
+def _swept(bucket: Bucket) -> Collection[str]:
+    """The keys that sweeps have condemned or are deleting; raises where that cannot be read."""
+    head = bucket.at(layout.HEAD)
+    error: DamagedRemoteError | MissingRemoteError = MissingRemoteError.at(head, "it is gone")
+    try:
+        if (trash := read_trash(bucket)) is not None:
+            return {*trash.condemned} | trash.deleting
+    except (DamagedRemoteError, MissingRemoteError) as raised:
+        error = raised
+    # A head that is lost may have named a list, if there is any.
+    if error.facts["path"] == head and not [*bucket.list(layout.TRASH)]:
+        return ()
+    raise error
+
+
+def _read_within(
+    bucket: Bucket, found: RemoteInventory, containers: Iterable[ContainerId]
+) -> Iterator[RemoteFault]:
+    def read(container: ContainerId) -> Table | None:
+        size = found.objects[layout.container_key(container)].size
+        table = read_table_within(bucket, container, size)
+        if table is None or listed(container, table).nbytes != size:
+            return None
+        return table if tables.encode(table).name == container.name else None
+
+    wanted = sorted(containers)
+    for container, table in zip(wanted, bucket.each(read, wanted), strict=True):
+        if table is None:
+            continue
+        key = layout.table_key(container.name)
+        with as_far_as_allowed():
+            bucket.put(key, [memoryview(tables.encode(table).blob)])
+        found.tables[container] = table
+        found.unreadable.pop(container, None)
+        yield RemoteFault(bucket.at(key), "this table is gone or damaged; its container has it")
+
+
+def _wrong_records(
+    bucket: Bucket, found: RemoteInventory, advance: Callable[[int], None]
+) -> Iterator[tuple[ContainerId, Record, str]]:
+    """The records whose bytes are damaged, and how."""
+    names = {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
+    for container, table in sorted(found.tables.items()):
+        for record, what in _faults_in(bucket, container, table, names):
+            yield container, record, what
+        advance(table.data_bytes)
 
 
 def _faults_in(
@@ -448,41 +460,6 @@ def _faults_in(
                 yield record, str(error).removesuffix(advice).removeprefix(f"{where}: ")
 
 
-def _damage(
-    bucket: Bucket,
-    catalog: Catalog | None,
-    found: RemoteInventory,
-    damaged: Sequence[tuple[ContainerId, Record, str]],
-) -> dict[ContainerId, list[RemoteFault]]:
-    """The faults of containers with damaged records, and whom they affect.
-
-    That is who needs such a record, or a difference from it, and has no other copy. A container
-    that affects nobody and is condemned already is no fault: no push relies on it, and a sweep
-    takes it.
-    """
-    lost = found.lost({(container, record.digest) for container, record, _ in damaged})
-    against: dict[bytes, set[bytes]] = {}
-    for records in found.held().values():
-        for record in records.values():
-            for base in record.bases:
-                against.setdefault(base, set()).add(record.digest)
-    noted = condemned(bucket) if damaged else {}
-    known = catalog.containers if catalog is not None else {}
-    faults: dict[ContainerId, list[RemoteFault]] = {}
-    for container, record, what in damaged:
-        hit = (against.get(record.digest, set()) | {record.digest}) & lost.keys()
-        users = tuple(sorted({user for digest in hit for user in lost[digest]}))
-        where = bucket.at(layout.container_key(container))
-        faults.setdefault(container, []).append(RemoteFault(where, what, users))
-    return {
-        container: held
-        for container, held in faults.items()
-        if container in known
-        or layout.container_key(container) not in noted
-        or any(fault.affected for fault in held)
-    }
-
-
 def _check_chunks(
     source: RemotePieces,
     container: ContainerId,
@@ -501,87 +478,37 @@ def _check_chunks(
             raise DamagedRemoteError.at(where, what)
 
 
-def _mended(
-    bucket: Bucket, catalog: Catalog | None, found: RemoteInventory, bad: Collection[ContainerId]
-) -> Iterator[RemoteFault]:
-    """What the catalog says that is not so, when it has been put right."""
-    named = catalog.containers if catalog is not None else {}
-    absent = named.keys() - found.tables.keys() - found.newer
-    lies = {
-        c
-        for c, entry in _right(named, found).items()
-        if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
-    }
-    with as_far_as_allowed():
-        if gone := {*bad, *absent}:
-            drop(bucket, gone)
-        if lies:
-            _correct(bucket, found, lies)
-    for containers, what in (
-        (absent, "the catalog names it, and it is not there, whole"),
-        (lies, "the catalog says of it what its table does not"),
-    ):
-        for container in sorted(containers):
-            yield RemoteFault(bucket.at(layout.container_key(container)), what)
+def _spoilt(
+    bucket: Bucket,
+    found: RemoteInventory,
+    wrong: Sequence[tuple[ContainerId, Record, str]],
+    unused: Collection[str],
+) -> dict[ContainerId, list[RemoteFault]]:
+    """The faults of containers with damaged records, and whom they affect.
 
-
-def _taken_back(
-    bucket: Bucket, found: RemoteInventory, bad: Collection[ContainerId]
-) -> Iterator[RemoteFault]:
-    """The containers that are noted as damaged, and are whole, when the catalog has them again."""
-    keys = {layout.container_key(c): c for c in found.tables if c not in bad}
-    noted = {
-        keys[key] for key, since in condemned(bucket).items() if since == DAMAGED and key in keys
-    }
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        trash = catalog.trash
-        again = {c for c in noted if trash.condemned.get(layout.container_key(c)) == DAMAGED}
-        if not again:
-            return None
-        left = {key: since for key, since in trash.condemned.items() if keys.get(key) not in again}
-        tables_ = [found.tables[c] for c in {*catalog.containers, *again} if c in found.tables]
-        alone = {r.digest for table in tables_ for r in table.records if r.base is None}
-        entries = [listed(c, found.tables[c], alone) for c in again]
-        segments = segment_of([*catalog.containers.values(), *entries])
-        return segments, Trash(left, trash.deleting)
-
-    if noted:
-        with as_far_as_allowed():
-            commit(bucket, catalog_of(bucket), change)
-    for container in sorted(noted):
-        yield RemoteFault(bucket.at(layout.container_key(container)), _WHOLE)
-
-
-def _mended_notes(bucket: Bucket, found: RemoteInventory) -> Iterator[RemoteFault]:
-    """Manifests and pages that are noted as damaged or gone and are whole, no longer noted.
-
-    What is lost of manifests is noted: so a push of one of these names sends it.
+    That is who needs such a record, or a difference from it, and has no other copy. A container
+    that affects nobody and is `unused` is left out.
     """
-    lost = {key for manifest in sorted(found.broken) for key in _lost_of(bucket, manifest)}
-    whole = {layout.manifest_key(part) for each in found.manifests for part in each.blobs} - lost
-    noted = {k for k, since in condemned(bucket).items() if since == DAMAGED and k in whole}
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        trash = catalog.trash
-        left = {k: s for k, s in trash.condemned.items() if k not in noted or s != DAMAGED}
-        left |= dict.fromkeys(lost, DAMAGED)
-        if left == trash.condemned:
-            return None
-        return with_more(catalog, ()), Trash(left, trash.deleting)
-
-    if lost or noted:
-        with as_far_as_allowed():
-            commit(bucket, catalog_of(bucket), change)
-    for key in sorted(noted):
-        yield RemoteFault(bucket.at(key), _WHOLE)
+    lost = found.lost({(container, record.digest) for container, record, _ in wrong})
+    against: dict[bytes, set[bytes]] = {}
+    for record in (record for table in found.tables.values() for record in table.records):
+        for base in record.bases:
+            against.setdefault(base, set()).add(record.digest)
+    faults: dict[ContainerId, list[RemoteFault]] = {}
+    for container, record, what in wrong:
+        hit = (against.get(record.digest, set()) | {record.digest}) & lost.keys()
+        users = tuple(sorted({user for digest in hit for user in lost[digest]}))
+        where = bucket.at(layout.container_key(container))
+        faults.setdefault(container, []).append(RemoteFault(where, what, users))
+    return {
+        container: held
+        for container, held in faults.items()
+        if layout.container_key(container) not in unused or any(fault.affected for fault in held)
+    }
 
 
 def _lost_of(bucket: Bucket, manifest: str) -> list[str]:
-    """The keys of a manifest, or of those of its pages, that are gone or hold something else.
-
-    They are asked for once more: an answer may be an old one.
-    """
+    """The keys of a manifest, or of those of its pages, that are gone or hold something else."""
 
     def is_there(part: str) -> bool:
         with suppress(DamagedRemoteError):
@@ -598,74 +525,47 @@ def _lost_of(bucket: Bucket, manifest: str) -> list[str]:
     return [layout.manifest_key(part) for part, is_whole in there if not is_whole]
 
 
-def _is_wrong(entry: ListedContainer, right: ListedContainer) -> bool:
-    """Whether an entry of the catalog says what is not so; it may leave differences out."""
-    said, known = ((e.kind, e.nbytes, e.width, e.alone) for e in (entry, right))
-    return said != known or not {*prefixes(entry)} <= {*prefixes(right)}
+def _lies(catalog: Catalog, tables_: Mapping[ContainerId, Table]) -> set[ContainerId]:
+    """The containers of which a catalog says what is not so; it may leave differences out."""
+
+    def is_wrong(said: ListedContainer, right: ListedContainer) -> bool:
+        is_another = (said.kind, said.nbytes, said.alone) != (right.kind, right.nbytes, right.alone)
+        return is_another or not {*prefixes(said)} <= {*prefixes(right)}
+
+    named = catalog.containers
+    return {c for c in named.keys() & tables_ if is_wrong(named[c], listed(c, tables_[c]))}
 
 
-def _mended_holders(
-    bucket: Bucket, found: RemoteInventory, bad: Collection[ContainerId]
-) -> Iterator[RemoteFault]:
-    """What the holders beside manifests say that is not so, when they have been written anew.
+def _mend(
+    bucket: Bucket,
+    now: Catalog,
+    tables_: Mapping[ContainerId, Table],
+    bad: Collection[str],
+    whole: Collection[str],
+) -> None:
+    """Write a catalog that says of containers what their tables say.
 
-    That a container of theirs is gone is no fault: a sweep may have found it needless since.
+    The keys in `bad` are noted as damaged. Those in `whole` are not any longer, so that their
+    containers are listed again.
     """
-    there = Catalog()
-    for container, table in sorted(found.tables.items()):
-        if container not in bad:
-            there.add(listed(container, table))
-    sizes = dict[bytes, int]()
-    for record in (r for table in found.tables.values() for r in table.records):
-        sizes[record.digest] = min(record.stored, sizes.get(record.digest, record.stored))
-    manifests = {each.manifest: each for each in found.manifests}
-    written = [name for name in manifests if layout.holders_key(name) in found.objects]
 
-    def read(name: str) -> Catalog | DamagedRemoteError | None:
-        try:
-            return read_holders(bucket, name, manifests[name].pieces)
-        except DamagedRemoteError as error:
-            return error
-        except NewerFormatError:
-            return None  # a later version knows what it says
+    def read(container: ContainerId) -> Table | None:
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            return read_table(bucket, container.name)
+        return None
 
-    for name, held in zip(written, bucket.each(read, written), strict=True):
-        own = {piece.digest for piece in manifests[name].pieces if piece.nbytes}
-        what = fault_of(held, own, there)
-        if what is None:
-            continue
-        # Of what is a difference in several containers, the first is named.
-        last_first = reversed([*there.containers])
-        records = (r for c in last_first for r in found.tables[c].records)
-        bases = {r.digest: r.bases for r in records if r.base is not None and r.digest in own}
-        entries = there.only(sorted(own.union(*bases.values())))
-        with as_far_as_allowed():
-            put_holders(bucket, name, entries, sizes)
-        if what:
-            yield RemoteFault(bucket.at(layout.holders_key(name)), what)
-
-
-def _right(
-    named: Mapping[ContainerId, ListedContainer], found: RemoteInventory
-) -> dict[ContainerId, ListedContainer]:
-    """Return what a catalog may say of its containers: of their deltas those whose base it has."""
-    there = {c: found.tables[c] for c in named if c in found.tables}
-    alone = {r.digest for table in there.values() for r in table.records if r.base is None}
-    return {
-        c: listed(c, table, alone | bases_listed(named[c], table)) for c, table in there.items()
-    }
-
-
-def _correct(bucket: Bucket, found: RemoteInventory, lies: Collection[ContainerId]) -> None:
-    """Write of containers what their tables say, as far as the catalog lists them now."""
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        right = _right(catalog.containers, found)
-        entries = [
-            right.get(c, entry) if c in lies else entry for c, entry in catalog.containers.items()
-        ]
-        if entries == [*catalog.containers.values()]:
+    def change(now: Catalog) -> CatalogChange | None:
+        damaged = now.damaged.difference(whole).union(bad)
+        if damaged == now.damaged and not _lies(now, tables_):
             return None
-        return segment_of(entries), catalog.trash
+        again = now.damaged - damaged
+        found = {c: table for c, table in tables_.items() if layout.container_key(c) in again}
+        named = now.containers | {c: listed(c, table) for c, table in found.items()}
+        # What others have pushed since the tables were read.
+        new = [c for c in named.keys() - tables_ if layout.container_key(c) not in damaged]
+        read_now = zip(new, bucket.each(read, new), strict=True)
+        known = {**tables_, **{c: table for c, table in read_now if table is not None}}
+        entries = corrected(replace(now, containers=named), known, damaged)
+        return CatalogChange((), entries, now.trash, damaged)
 
-    commit(bucket, catalog_of(bucket), change)
+    commit(bucket, now, change)

@@ -7,10 +7,9 @@ deleted.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnfitForCollectionError
@@ -21,6 +20,7 @@ from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, catch_up, take_inventory
+from tensor_dedup.store.upkeep.live_set import NeededPieces, needed
 
 _log = logging.getLogger(__name__)
 DEFAULT_GRACE_HOURS = 24.0
@@ -81,48 +81,6 @@ class GcPlan:
         }
 
 
-Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
-
-
-@dataclass(frozen=True, slots=True)
-class NeededPieces:
-    """The containers that garbage collection must keep.
-
-    `anchors` has the digests of the pieces against which pieces in use are stored as deltas.
-    """
-
-    containers: set[ContainerId]
-    anchors: set[bytes]
-
-
-def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
-    """Return the containers that must stay so that every piece in `live` remains readable.
-
-    `containers` has the readable records of each container. The choice follows these rules:
-
-    - If a piece is stored several times, one copy is kept, in the container with the most live
-      bytes.
-    - If that copy is a delta, the pieces it is encoded against are kept, too.
-    - External containers, which index files outside the store, are kept only for pieces that no
-      other container has.
-    """
-    own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
-    chosen = _cover(live, own)
-    anchors = {base for held in chosen.values() for each in held.values() for base in each.bases}
-    alone = {
-        container: {digest: record for digest, record in held.items() if record.base is None}
-        for container, held in own.items()
-    }
-    there = {digest for container in chosen for digest in alone[container]}
-    covered = {digest for held in chosen.values() for digest in held}
-    others = {c: held for c, held in containers.items() if c.kind == EXTERNAL}
-    elsewhere = _cover(set(live) - covered, others)
-    return NeededPieces(
-        {*chosen, *_cover(anchors - there, alone), *elsewhere},
-        anchors,
-    )
-
-
 def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
     """Return the total size of the files of `containers`, including the tables."""
     paths = (path for container in containers for path in _files_of(objects, container))
@@ -145,26 +103,6 @@ def held_in(found: Inventory, keep: NeededPieces) -> Iterator[Record]:
     """
     own = (container for container in keep.containers if container.kind != EXTERNAL)
     return (record for container in own for record in found.good(container))
-
-
-def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Containers that together hold all that is wanted, each with what it is kept for."""
-    weight = {
-        container: sum(r.nbytes for digest, r in held.items() if digest in wanted)
-        for container, held in containers.items()
-    }
-    kept: dict[ContainerId, dict[bytes, Record]] = {}
-    covered = set[bytes]()
-    for container in sorted(containers, key=lambda c: (-weight[c], c)):
-        fresh = {
-            digest: record
-            for digest, record in containers[container].items()
-            if digest in wanted and digest not in covered
-        }
-        if fresh:
-            kept[container] = fresh
-            covered.update(fresh)
-    return kept
 
 
 def refuse_unless_certain(found: Inventory) -> None:

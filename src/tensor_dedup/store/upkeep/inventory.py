@@ -20,6 +20,7 @@ from tensor_dedup.store.format.manifests import Manifest, counted_files, not_ind
 from tensor_dedup.store.format.names import file_of, marked_by
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.upkeep import live_set
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +70,28 @@ class Inventory:
         bad = self.bad[container]
         return (r for r in self.tables[container].records if r.offset not in bad)
 
-    def anchors(self) -> set[bytes]:
-        """Return the digests of the anchors: the pieces that deltas can be decoded against.
+    def records(self) -> dict[ContainerId, list[Record]]:
+        """Return the records of each container, without those of damaged pieces."""
+        return {container: [*self.good(container)] for container in self.tables}
 
-        An anchor is stored in the store itself, and not as a delta.
-        """
-        own = (container for container in self.tables if container.kind != EXTERNAL)
-        return {r.digest for container in own for r in self.good(container) if r.base is None}
+    def anchors(self) -> set[bytes]:
+        """Return the digests of the anchors: the pieces that deltas can be decoded against."""
+        return live_set.anchors(self.records())
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
         """Return the readable records, by container and digest.
 
         A delta is readable only if all pieces that it is encoded against are readable.
         """
-        anchors = self.anchors()
-        return {
-            container: {r.digest: r for r in self.good(container) if anchors.issuperset(r.bases)}
-            for container in self.tables
-        }
+        return live_set.readable(self.records())
 
     def lost(self) -> dict[bytes, int]:
         """Return the live pieces that are lost, with their sizes.
 
         A piece is lost if no container has a readable copy.
         """
-        there = {digest for held in self.readable().values() for digest in held}
-        return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
+        gone = live_set.lost(self.live, self.records())
+        return {digest: nbytes for digest, nbytes in self.live.items() if nbytes and digest in gone}
 
     def exposed(self) -> dict[bytes, int]:
         """Return the live pieces with only damaged copies in the store, and intact ones outside it.

@@ -18,8 +18,9 @@ from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import manifests_of_run, parse_step_name, tensors_of
-from tensor_dedup.store.upkeep.gc import Held, file_bytes, held_in, needed, refuse_unless_certain
+from tensor_dedup.store.upkeep.gc import file_bytes, held_in, refuse_unless_certain
 from tensor_dedup.store.upkeep.inventory import take_containers
+from tensor_dedup.store.upkeep.live_set import Held, needed
 from tensor_dedup.store.upkeep.stats import disk_bytes
 
 

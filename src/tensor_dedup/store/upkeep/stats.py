@@ -16,8 +16,9 @@ from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
-from tensor_dedup.store.upkeep.gc import Held, dead_bytes, needed
+from tensor_dedup.store.upkeep.gc import dead_bytes
 from tensor_dedup.store.upkeep.inventory import take_inventory
+from tensor_dedup.store.upkeep.live_set import Held, needed
 
 _FLAT = ("refs", "quarantine", "trash", "tmp")
 

@@ -18,8 +18,9 @@ from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import parse_step_name
-from tensor_dedup.store.upkeep.gc import Held, file_bytes, needed
+from tensor_dedup.store.upkeep.gc import file_bytes
 from tensor_dedup.store.upkeep.inventory import Inventory, take_containers
+from tensor_dedup.store.upkeep.live_set import Held, needed
 from tensor_dedup.store.upkeep.stats import disk_bytes
 
 Kind = Literal["stored", "external", "run"]
