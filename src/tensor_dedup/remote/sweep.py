@@ -313,8 +313,9 @@ def _leave(bucket: Bucket, deletion: Deletion | None, late: Collection[str], beg
     """
 
     def change(catalog: Catalog) -> CatalogChange | None:
-        is_ours = deletion is not None and deletion == catalog.trash.deletion
-        if not is_ours or boottime() - began > _DELETING_S:
+        if deletion is None or deletion != catalog.trash.deletion:
+            return None
+        if boottime() - began > _DELETING_S:
             return None
         left = Deletion(deletion.since, sorted(late)) if late else None
         trash = Trash(catalog.trash.condemned, left)
