@@ -3,11 +3,8 @@
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import TransferResult
 from tensor_dedup.remote.sweep import RemoteGcPlan
-from tensor_dedup.remote.upkeep import (
-    RemoteCheckpoint,
-    RemoteUsage,
-    RemoteVerifyResult,
-)
+from tensor_dedup.remote.upkeep import RemoteCheckpoint, RemoteUsage
+from tensor_dedup.remote.verify import RemoteVerifyResult
 
 __all__ = [
     "Remote",

@@ -14,7 +14,7 @@ from tensor_dedup.remote.errors import (
     RemoteAccessError,
     RemoteUnreachableError,
 )
-from tensor_dedup.remote.pull import RemoteManifest, read_manifest
+from tensor_dedup.remote.manifests import RemoteManifest, read_manifest
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.names import marked_by

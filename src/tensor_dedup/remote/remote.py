@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from tensor_dedup.remote import layout, sweep, upkeep
+from tensor_dedup.remote import layout, sweep, upkeep, verify
 from tensor_dedup.remote.buckets import Bucket, FolderBucket, ObjectStatus
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
@@ -170,7 +170,7 @@ class Remote:
 
     def verify(
         self, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
-    ) -> upkeep.RemoteVerifyResult:
+    ) -> verify.RemoteVerifyResult:
         """Check manifests, tables and references; with `full`, download and check all data too.
 
         `advance` receives the number of bytes after each container that was checked in full. The
@@ -183,7 +183,7 @@ class Remote:
         * A missing or damaged `FORMAT` is written again if the other objects show that this is a
           remote.
         """
-        return upkeep.verify(self.bucket, full=full, advance=advance)
+        return verify.verify(self.bucket, full=full, advance=advance)
 
     def store_folder(self) -> Path | None:
         """If the URL names the folder of a store, return the path of the folder, else None."""

@@ -33,11 +33,7 @@ from tensor_dedup.remote.catalog import (
     with_more,
 )
 from tensor_dedup.remote.conditions import check_remote
-from tensor_dedup.remote.errors import (
-    RemoteBusyError,
-    UncertainRemoteError,
-    as_far_as_allowed,
-)
+from tensor_dedup.remote.errors import RemoteBusyError, UncertainRemoteError, as_far_as_allowed
 from tensor_dedup.remote.inventory import UNKNOWN_OBJECT, RemoteInventory, take_inventory
 from tensor_dedup.remote.lease import boottime
 from tensor_dedup.store.containers import ContainerId

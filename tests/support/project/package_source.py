@@ -68,7 +68,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "remote": (
         *("errors", "environment", "traffic", "layout", "answers", "buckets", "urls"),
         *("lease", "results", "catalog", "conditions", "loads", "manifests", "pieces", "locate"),
-        *("push", "pull", "inventory", "sweep", "upkeep"),
+        *("push", "pull", "inventory", "sweep", "verify", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),
     ),
     "loader": (
