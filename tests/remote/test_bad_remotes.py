@@ -20,7 +20,13 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.remote import Remote, environment, layout
 from tensor_dedup.remote.buckets import ObjectStatus, scrubbed
-from tensor_dedup.remote.catalog import read_catalog
+from tensor_dedup.remote.catalog import (
+    PREFIX_BYTES,
+    CatalogChange,
+    catalog_of,
+    commit,
+    read_catalog,
+)
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -65,13 +71,11 @@ def store(tmp_path: Path, paths: dict[str, Path]) -> Store:
 
 def lie(bucket: MemoryBucket, digests: Sequence[bytes]) -> str:
     """Make the catalog say that a container holds these pieces; its URL."""
-    from tensor_dedup.remote.catalog import PREFIX_BYTES, catalog_of, commit, segment_of
-
     catalog = catalog_of(bucket)
     liar, *others = sorted(catalog.containers.values(), key=lambda entry: -len(entry.alone))
     more = b"".join(digest[:PREFIX_BYTES] for digest in digests)
     false = [msgspec.structs.replace(liar, alone=liar.alone + more), *others]
-    commit(bucket, catalog, lambda _: (segment_of(false), catalog.trash))
+    commit(bucket, catalog, lambda now: CatalogChange((), false, now.trash, now.damaged))
     return bucket.at(f"containers/{liar.name.hex()[:2]}/{liar.name.hex()}.{liar.kind}")
 
 
@@ -253,7 +257,7 @@ def test_objects_that_are_too_large_are_not_taken(bucket: MemoryBucket, store: S
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (frames.encode(b"rcat", [[bytes(32)] * 17, None]), "17 segments"),
+        (frames.encode(b"rhdr", [bytes(8), [bytes(32)] * 4097, None, []]), "4097 segments"),
         (bytes(1 << 20), "catalog/HEAD"),
     ],
 )

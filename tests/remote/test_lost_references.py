@@ -12,7 +12,7 @@ from store_runs.stores import content, noise, open_store, safetensors, stored, u
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.buckets import ObjectStatus
-from tensor_dedup.remote.catalog import DAMAGED, condemned
+from tensor_dedup.remote.catalog import noted_damage
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -66,7 +66,7 @@ def parts(bucket: MemoryBucket, name: str) -> list[str]:
 
 
 def noted(bucket: MemoryBucket) -> set[str]:
-    return {key for key, since in condemned(bucket).items() if since == DAMAGED}
+    return {*noted_damage(bucket)}
 
 
 def assert_whole(tmp_path: Path, bucket: MemoryBucket, *names: str) -> None:

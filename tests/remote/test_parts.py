@@ -30,7 +30,6 @@ from store_runs.stores import (
     safetensors,
     stored,
     tuned,
-    u8,
     weights,
     write,
 )
@@ -256,20 +255,20 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
             if step:
                 assert result.moved_bytes < LEAF_BYTES + 10_000
                 assert result.wire_bytes < 1.02 * result.moved_bytes + 65_536
-                assert result.requests <= 15
+                assert result.requests <= 30
             there += result.moved_bytes
     other = open_store(tmp_path / "other")
     last = other.pull(Remote(bucket), "run@23")
     assert last.anchor_pieces == 24
     assert there - 100_000 < last.moved_bytes <= there
     assert last.wire_bytes < 1.02 * last.moved_bytes + 65_536
-    # Small containers come with their tables.
-    assert last.requests <= 12 + 3 * -(-last.moved_bytes // (64 << 20)) + 23
+    # Each step's container takes a request, and its table one.
+    assert last.requests <= 12 + 2 * 24
     fresh = open_store(tmp_path / "fresh")
     for step in (22, 23):
         result = fresh.pull(Remote(bucket), f"run@{step}")
     assert result.moved_bytes < LEAF_BYTES + 10_000
-    assert (result.requests, result.anchor_pieces) <= (15, 1)
+    assert (result.requests, result.anchor_pieces) <= (12, 1)
 
 
 @pytest.fixture
@@ -305,7 +304,6 @@ def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[LocalStore, Memory
         assert not catalog.listed(container, table, {base}).deltas
     entry = catalog.listed(container, table, {*record.bases})
     assert entry.deltas == record.digest[: catalog.PREFIX_BYTES]
-    assert catalog.bases_listed(entry, table) == {*record.bases}
     # Where it is put together from tables, what has lost a part is sent again.
     [part] = record.parts.values()
     without(bucket, part)
@@ -339,20 +337,6 @@ def test_what_has_lost_a_part_is_pulled_from_another_copy(
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "run@1")
     assert stored(other, "run@1") == stored(store, "run@1")
-
-
-def test_holders_that_are_mended_name_parts(
-    tmp_path: Path, two: tuple[LocalStore, MemoryBucket]
-) -> None:
-    store, bucket = two
-    key = layout.holders_key(Remote(bucket).read("run@1").manifest)
-    bucket.put(key, [memoryview(b"noise")])
-    assert not Remote(bucket).verify().fine
-    assert Remote(bucket).verify().fine
-    other, gate = open_store(tmp_path / "other"), Faulty(bucket)
-    other.pull(Remote(gate), "run@1")
-    assert stored(other, "run@1") == stored(store, "run@1")
-    assert not [call for call in gate.calls if call.startswith("get catalog/")]
 
 
 def pushed_next(tmp_path: Path, store: LocalStore, bucket: Bucket) -> None:
@@ -400,38 +384,6 @@ def test_a_part_that_is_relied_on_and_deleted_meanwhile_is_sent_again(
     ]
     pushed_next(tmp_path, store, Slow(bucket))
     assert container in deleted
-
-
-def test_a_part_is_not_relied_on_by_a_short_prefix(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another piece there may have the same first bytes: the table says which it is."""
-    for name, value in {"_WHOLE": 0, "_FEW": 0, "_SHORTEST": 1, "_MISTAKEN_BITS": -100}.items():
-        monkeypatch.setattr(catalog, name, value)
-    bucket = MemoryBucket()
-    first = digest(data_of(1)[LEAF_BYTES : 2 * LEAF_BYTES])[:2]
-    assert digest(BASE)[:2] != first  # or the table is read for the anchor
-    tensors = u8(
-        **{f"t{n}": noise(n, 64) for n in range(3000) if digest(noise(n, 64))[:2] == first}
-    )
-    assert tensors
-    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
-    with handle(tmp_path / "store", compress=None) as run:
-        run.store.import_(path, "many")
-        transfer.push(run.store, Remote(bucket), "many")
-        for step in range(2):
-            run.save({"embedding": model(step)["embedding"]}, step)
-            transfer.push(run.store, Remote(bucket), f"run@{step}")
-        [record] = in_parts(run.store).values()
-        read = catalog.read_catalog(bucket)
-        assert read is not None
-        held = read.holders(record.parts[1], alone=True)
-        assert len(held) == 2
-        assert all(map(read.is_doubtful, held))
-        assert first == record.parts[1].hex()[:2]
-        other = open_store(tmp_path / "other")
-        other.pull(Remote(bucket), "run@1")
-        assert stored(other, "run@1") == stored(run.store, "run@1")
 
 
 @pytest.mark.parametrize("before", [False, True])

@@ -228,7 +228,7 @@ def test_deleted_steps_cost_no_requests(tmp_path: Path, proxy: Proxy) -> None:
     proxy.reset()
     pulled = other.pull(remote, "run")
     assert pulled.names == ("run@37", "run@38", "run@39")
-    assert proxy.requests <= 2 + 3 * 6  # reference, manifest, page, holders, table and data
+    assert proxy.requests <= 2 + 3 * 6  # reference, manifest, page, table and data; the catalog
     proxy.reset()
     again = other.pull(remote, "run")
     assert again.unchanged

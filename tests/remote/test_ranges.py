@@ -1,16 +1,19 @@
 """Ranges of containers that are read as they arrive: whoever waits for one is told how it ended."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from remote_runs import remotes
-from remote_runs.remotes import MemoryBucket, Proxy
+from remote_runs.remotes import Faulty, MemoryBucket, Proxy
 from store_runs.stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import ServerBucket
+from tensor_dedup.remote.catalog import read_table
 from tensor_dedup.remote.errors import DamagedRemoteError
 from tensor_dedup.remote.pieces import RemotePieces
 from tensor_dedup.store.containers import ContainerId
@@ -99,6 +102,63 @@ def test_more_than_was_asked_for_is_damage() -> None:
     assert "sends more" in str(error)
 
 
+def gappy(tmp_path: Path, count: int, nbytes: int) -> tuple[Store, MemoryBucket, int]:
+    """A remote with tensors side by side, and a store that has every second of them."""
+    tensors = {f"t{n:03}": noise(n, nbytes + n % 7) for n in range(count)}
+    full, there, bucket = (
+        open_store(tmp_path / "full"),
+        open_store(tmp_path / "there"),
+        MemoryBucket(),
+    )
+    for name, every in (("all", 1), ("half", 2)):
+        held = {n: tensors[n] for n in [*tensors][::every]}
+        write(tmp_path / name, {"model.safetensors": safetensors(u8(**held))})
+    full.import_(tmp_path / "all", "all")
+    full.push(Remote(bucket), "all")
+    assert sum(key.startswith(layout.CONTAINERS) for key in bucket.objects) == 1
+    there.import_(tmp_path / "half", "half")
+    return there, bucket, sum(map(len, [*tensors.values()][1::2]))
+
+
+def ranges_of(there: Store, bucket: MemoryBucket) -> int:
+    """The ranges that are asked for to pull all, which comes whole."""
+    gate = Faulty(bucket)
+    there.pull(Remote(gate), "all")
+    assert stored(there, "all") == content(there.path.parent / "all")
+    return sum(call.startswith("get_range") for call in gate.calls)
+
+
+@pytest.mark.parametrize("nbytes", [2 * KIB, 100 * KIB, 300 * KIB])
+def test_gaps_are_bridged_while_little_travels_for_nothing(tmp_path: Path, nbytes: int) -> None:
+    there, bucket, wanted = gappy(tmp_path, 40, nbytes)
+    before = bucket.traffic.received
+    found = ranges_of(there, bucket)
+    received = bucket.traffic.received - before
+    if nbytes == 2 * KIB:  # all of it is less than what may travel for nothing
+        assert found == 1
+    elif nbytes == 100 * KIB:
+        assert 20 - 6 <= found <= 20 - 4
+    else:  # no gap is so small that it is bridged
+        assert found == 20
+    assert wanted < received < 1.02 * wanted + (1 << 20)
+
+
+def test_what_lies_side_by_side_is_one_range_however_little_may_travel_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces are aligned, so there is padding between them."""
+    monkeypatch.setattr("tensor_dedup.remote.pieces._WASTE_SHARE", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._WASTE_BYTES", 0)
+    _, bucket, _ = gappy(tmp_path, 40, 2 * KIB)
+    records = read_table(bucket, next(containers(bucket)).name).records
+    assert any(a.offset + a.stored < b.offset for a, b in pairwise(records))
+    assert ranges_of(open_store(tmp_path / "other"), bucket) == 1
+
+
+def containers(bucket: MemoryBucket) -> Iterator[ContainerId]:
+    return (found for key in bucket.objects if (found := layout.container_of(key)))
+
+
 @pytest.mark.parametrize("ranges", [True, False])
 def test_whether_a_web_server_knows_ranges_costs_one_small_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
@@ -114,15 +174,16 @@ def test_whether_a_web_server_knows_ranges_costs_one_small_request(
     store.import_(path, "many")
     store.push(f"file://{tmp_path}/served", "many")
     count = sum(each.is_file() for each in (tmp_path / "served" / "containers").rglob("*"))
-    assert count == 5  # of so few none comes with its table
+    assert count == 5
     with remotes.web(tmp_path / "served", ranges=ranges) as url:
         proxy = Proxy(int(url.rpartition(":")[2]))
         done = there.pull(Remote.open(f"http://127.0.0.1:{proxy.port}"), "many")
         requests, nbytes = proxy.requests, proxy.nbytes
         proxy.close()
     assert done.requests == requests
-    # Twice the reference, manifest, page, holders and tables; then the small one.
-    assert requests == 5 + count + 1 + (2 * count if ranges else count)
+    # Twice the reference, manifest, page, head and segment of the catalog, and tables; then the
+    # small one.
+    assert requests == 6 + count + 1 + (2 * count if ranges else count)
     assert nbytes <= 1.02 * done.moved_bytes + 64 * KIB
     assert stored(there, "many") == content(path)
 
