@@ -416,16 +416,25 @@ class _Push:
         told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        keys = {layout.container_key(c): catalog.containers[c].nbytes for c in relied.containers}
-        if len(keys) > _ASKED_CONTAINERS:
-            sizes = {s.key: s.size for s in bucket.list(layout.CONTAINERS) if s.key in keys}
-        else:
-            sizes = {s.key: s.size for s in bucket.each(bucket.head, keys) if s is not None}
-        gone = {key for key, nbytes in keys.items() if sizes.get(key) != nbytes}
-        if gone:
+        sizes = {layout.container_key(c): catalog.containers[c].nbytes for c in relied.containers}
+        if len(sizes) > _ASKED_CONTAINERS:
+            there = {s.key for s in bucket.list(layout.CONTAINERS) if sizes.get(s.key) == s.size}
+            sizes = {key: nbytes for key, nbytes in sizes.items() if key not in there}
+        if gone := self._absent(sizes):
             check_remote(bucket)  # or a catalog would be made where all of it has gone
             note_damage(bucket, gone)
             raise _OutdatedError
+
+    def _absent(self, sizes: Mapping[str, int | None]) -> set[str]:
+        """Those of these objects that are not there, or not with the size, if one is given.
+
+        They are asked for twice: to note as damaged what is whole would be to send it again.
+        """
+        bucket, absent = self._bucket, {*sizes}
+        for _ in range(2):
+            found = {s.key: s.size for s in bucket.each(bucket.head, absent) if s is not None}
+            absent = {k for k in absent if k not in found or sizes[k] not in (None, found[k])}
+        return absent
 
     def _publish(
         self,
@@ -460,8 +469,7 @@ class _Push:
         A gc may have deleted what was garbage until then, and was sent again between its last look
         and its deletion. From here on no gc does: what is entered is on the list of none.
         """
-        there = {s.key for s in self._bucket.each(self._bucket.head, keys) if s is not None}
-        if gone := {*keys} - there:
+        if gone := self._absent(dict.fromkeys(keys)):
             note_damage(self._bucket, gone)
             raise _OutdatedError
 
