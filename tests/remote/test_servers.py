@@ -8,12 +8,13 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from remote_runs import real_servers, registries
 from remote_runs.remotes import MemoryBucket
-from remote_runs.s3_faults import FaultyProxy, MemoryGoogle
+from remote_runs.s3_faults import FaultyProxy, Gateway, MemoryGoogle, MemoryS3, client
 from store_runs.stores import (
     KIB,
     content,
@@ -25,9 +26,10 @@ from store_runs.stores import (
     weights,
     with_lora,
 )
-from tensor_dedup.remote import Remote
+from tensor_dedup import Store
+from tensor_dedup.remote import Remote, conditions, layout
 from tensor_dedup.remote.buckets import Bucket
-from tensor_dedup.remote.errors import NoConditionsError
+from tensor_dedup.remote.errors import DamagedRemoteError, NoConditionsError
 from tensor_dedup.store.format.tables import PLAIN
 
 RACES, WRITERS = 50, 8
@@ -186,3 +188,64 @@ def test_a_gateway_without_conditions_is_refused_and_may_be_read(tmp_path: Path)
         for name, path in paths.items():
             other.pull("s3://bucket/copied", name)
             assert stored(other, name) == content(path)
+
+
+PAGE = b"<html>" + bytes(layout.HEAD_BYTES)
+
+
+@pytest.mark.parametrize("push", ["first", "later", "over another", "over what is damaged"])
+@pytest.mark.parametrize(
+    ("spoils", "condition"),
+    [
+        ({"ignores": {"if-none-match"}}, "If-None-Match"),
+        ({"ignores": {"if-match"}}, "If-Match"),
+        ({"ignores": {"if-match", "if-none-match"}}, "If-None-Match"),
+        ({"unknown": "if-none-match"}, "If-None-Match"),
+        ({"unknown": "if-match"}, "If-Match"),
+        ({"missing": b""}, "404"),
+        ({"missing": b"<html>no such page</html>"}, "404"),
+        ({"missing": PAGE}, "404"),
+    ],
+    ids=["create", "match", "both", "create 501", "match 501", "empty", "page", "large page"],
+)
+def test_a_gateway_that_keeps_one_condition_or_knows_no_missing_key_is_refused(
+    full: Store, spoils: dict[str, Any], condition: str, push: str
+) -> None:
+    """Before anything is written that was not there, also where the remote was copied to it."""
+    bucket, name = MemoryBucket(), "base" if push.startswith("over") else "tune"
+    if push != "first":
+        full.push(Remote(bucket), "base")
+    if push == "over another":
+        full.rename("base", "first")
+        full.rename("tune", "base")
+    if push == "over what is damaged":
+        bucket.put("refs/base", [memoryview(b"damaged")])
+    before = {key: blob for key, (blob, *_) in bucket.objects.items()}
+    proxy = FaultyProxy(Gateway(bucket, **spoils))
+    remote = Remote(client(proxy.port))
+    if condition == "404" and push == "over another":
+        # All that this push asks for is there.
+        assert not full.push(remote, name, replace=True).unchanged
+        proxy.close()
+        return
+    with pytest.raises(NoConditionsError, match="answers 404 for a missing key; pull") as caught:
+        full.push(remote, name, replace=push.startswith("over"))
+    assert caught.value.facts["condition"] == condition
+    assert {key: blob for key, (blob, *_) in bucket.objects.items()} == before
+    if condition != "404" or push == "first":  # the marker of a remote is there
+        with pytest.raises(NoConditionsError):
+            conditions.prepare(remote.bucket)
+        assert {key: blob for key, (blob, *_) in bucket.objects.items()} == before
+    proxy.close()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"<html>no such page</html>", PAGE])
+def test_damage_on_a_server_that_knows_missing_keys_is_damage(full: Store, damaged: bytes) -> None:
+    proxy = FaultyProxy(MemoryS3(bucket := MemoryBucket()))
+    remote = Remote(client(proxy.port))
+    full.push(remote, "base")
+    for key in ("FORMAT", "refs/base"):
+        bucket.put(key, [memoryview(damaged)])
+        with pytest.raises(DamagedRemoteError, match=f"{key}: "):
+            full.push(remote, "base") if key != "FORMAT" else remote.usage()
+    proxy.close()

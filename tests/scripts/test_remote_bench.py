@@ -1,5 +1,6 @@
 """The benchmark of remotes runs, and prints its figures."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,26 +9,47 @@ from pathlib import Path
 
 import pytest
 
+from bench.remote_speed import Speed, Watch
 from project import package_source
+from tensor_dedup.digest import digest
 
 pytest.importorskip("obstore")
 
 
 def test_the_benchmark_of_remotes_runs(tmp_path: Path) -> None:
     script = str(package_source.ROOT / "scripts" / "bench" / "remote.py")
-    options = ["--mb", "2", "--tensors", "20", "--pairs", "6"]
+    options = ["--mb", "2", "--pairs", "6", "--server", "folder", "--work", str(tmp_path)]
+    target = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, script, *options],
-        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE), "TMPDIR": str(tmp_path)},
+        [sys.executable, script, *options, "--json", str(target)],
+        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "20 tensors, 2 MB, medians of 6 pairs" in done.stdout
-    for what in (
-        *("pull into an empty store", "plain copy by obstore", "throughput of the pull"),
-        *("push to an empty folder", "plain upload by obstore", "throughput of the push"),
-    ):
-        [line] = [line for line in done.stdout.splitlines() if line.startswith(what)]
-        assert re.search(r"[0-9.]+ \[[0-9.]+, [0-9.]+\](?! \(all seen\))", line)
+    figures = json.loads(target.read_text())
+    for verb in ("push", "pull"):
+        name = f"{verb} of 2 MB, folder"
+        assert [len(side) for side in figures[name]] == [6, 6]
+        [line] = [line for line in done.stdout.splitlines() if line.startswith(f"| {name} |")]
+        assert len(re.findall(r"[0-9.]+ \[[0-9.]+, [0-9.]+\](?! \(all seen\))", line)) == 3
+        assert re.search(r"x \| ≥ 0\.9 x \| (met|missed|not shown) \|$", line)
+        is_slow = f"threads at work, {name}: " in done.stdout
+        ratios = sorted(b / a for a, b in zip(*figures[name], strict=True))
+        assert is_slow is (sum(ratios[2:4]) / 2 < 0.9)
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_a_throughput_of_less_than_nine_tenths_is_missed() -> None:
+    for seconds, said in ((1.0, "met"), (1.2, "missed")):
+        row = Speed("push", 100, [[1.0] * 9, [seconds] * 9]).row()
+        assert (row.plain, row.verdict) == ("100 [100, 100] MB/s", said)
+
+
+def test_what_threads_are_at_is_seen() -> None:
+    data = bytes(64 << 20)
+    with Watch() as watch:
+        for _ in range(8):
+            digest(data)
+    assert re.match(r"hash (8\d|9\d|100)%", watch.text())

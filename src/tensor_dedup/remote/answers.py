@@ -76,6 +76,11 @@ def is_about_credentials(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
+def is_about_conditions(text: str) -> bool:
+    """Return whether an error about a conditional write means that the server implements none."""
+    return "status code: 501 " in text
+
+
 def is_about_ranges(text: str) -> bool:
     """Return whether an obstore error means that a server sent a whole object, not a range."""
     signs = ("non-partial response", "Range request not supported")

@@ -28,6 +28,7 @@ from tensor_dedup.digest import hand
 from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.remote.answers import ObjectStatus as ObjectStatus
 from tensor_dedup.remote.answers import (
+    is_about_conditions,
     is_about_credentials,
     is_about_keys,
     is_about_ranges,
@@ -41,6 +42,7 @@ from tensor_dedup.remote.environment import scrubbed as scrubbed
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NoBucketError,
+    NoConditionsError,
     NoRangesError,
     ReadOnlyRemoteError,
     RemoteAccessError,
@@ -72,6 +74,9 @@ _OF_A_FOLDER: Final = {
     *("probe", "tmp", "lock", "identity", "lost+found"),
 }
 WEB: Final = ("http", "https")
+# A tag for `put_if` that no object has. Each service compares one of the two, and refuses a value
+# of another form in other words.
+NO_TAG: Final = json.dumps({"e_tag": f'"{"0" * 32}"', "version": "9" * 18})
 _THREADS: Final = 8
 _LOCK_WAIT_S: Final = 60.0
 # Of an upload in parts, so many are being sent while the next is read.
@@ -215,6 +220,9 @@ class Bucket(ABC):
         `tag` comes from `get`. If it is None, the object is written only if there is no object
         under `key`. If the result is False, read the object, because the write may have succeeded
         and its response been lost.
+
+        Raises:
+            NoConditionsError: The server says that it does not implement the condition.
         """
 
     @abstractmethod
@@ -714,6 +722,12 @@ class ServerBucket(Bucket):
                 obstore.put(self._store, key, data, mode=mode)
         except (AlreadyExistsError, PreconditionError, FileNotFoundError):
             return False
+        except RemoteUnreachableError as error:
+            if not is_about_conditions(str(error)):
+                raise
+            condition = "If-None-Match" if tag is None else "If-Match"
+            what = f"the server does not implement {condition}"
+            raise NoConditionsError.at(self.url, what, condition=condition) from None
         return True
 
     def list(self, prefix: str) -> Iterator[ObjectStatus]:

@@ -1,16 +1,18 @@
-"""Check that a server supports conditional writes, without which two pushes could lose a name.
+"""Check that a server keeps conditions of writes, without which two pushes could lose a name.
 
-The first push to a remote runs the full check. Each later push repeats the cheapest part, because
-the remote may have been copied to another server. The object `FORMAT`, called the marker, marks a
-bucket as a remote.
+The first push to a remote races writers for one object. Each later push sends two writes that the
+server must refuse, one for each condition, because the remote may have been copied to another
+server. A server that answers missing keys as if there were objects is refused, too. The object
+`FORMAT`, called the marker, marks a bucket as a remote.
 """
 
 import secrets
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
-from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.buckets import NO_TAG, Bucket
 from tensor_dedup.remote.catalog import Catalog, read_catalog
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
@@ -26,6 +28,7 @@ from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 
 _WRITERS = 8
+_MARKER_TEXT = frames.encode_text(layout.MARKER_LINES)
 
 
 def prepare(bucket: Bucket) -> bool:
@@ -34,16 +37,13 @@ def prepare(bucket: Bucket) -> bool:
     Raises the errors of `is_free`, too.
 
     Raises:
-        NoConditionsError: The server ignores conditions of writes.
+        NoConditionsError: The server does not keep a condition of writes.
     """
-    marker = frames.encode_text(layout.MARKER_LINES)
     if not is_free(bucket):
-        # Equal bytes: nothing is lost where it is written in spite of the condition.
-        if bucket.put_if(layout.MARKER, marker, None):
-            raise _ignored(bucket, "If-None-Match")
+        check_still(bucket)
         return False
     _probe(bucket)
-    if not bucket.put_if(layout.MARKER, marker, None):
+    if not bucket.put_if(layout.MARKER, _MARKER_TEXT, None):
         found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
         if found is None:
             raise RemoteUnreachableError.at(bucket.at(layout.MARKER), "it could not be written")
@@ -59,10 +59,9 @@ def is_free(bucket: Bucket) -> bool:
             its marker `FORMAT`.
         NewerFormatError: The marker has a later version.
         DamagedRemoteError: The marker is damaged.
+        NoConditionsError: The server answers missing keys as if there were objects.
     """
-    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
-    if found is not None:
-        check_marker(bucket, found[0])
+    if _has_marker(bucket):
         return False
     first = next(iter(bucket.list(layout.REFS)), None)
     if first is not None:
@@ -83,21 +82,22 @@ def is_free(bucket: Bucket) -> bool:
 
 
 def check_still(bucket: Bucket) -> None:
-    """Check with one request that a remote whose catalog was read can be written to.
+    """Check with two requests that an existing remote can be written to.
 
-    The remote's version is not checked, because reading the catalog has done that.
+    Both are writes that the server must refuse. They write the marker as it is, so that nothing is
+    lost on a server that carries them out. The remote's version is not checked.
 
     Raises:
         NotARemoteError: The marker `FORMAT` of the remote is gone.
-        NoConditionsError: The server ignores conditions of writes.
+        NoConditionsError: The server does not keep a condition of writes.
     """
-    marker = frames.encode_text(layout.MARKER_LINES)
-    if not bucket.put_if(layout.MARKER, marker, None):
-        return
-    if bucket.put_if(layout.MARKER, marker, None):
-        raise _ignored(bucket, "If-None-Match")
-    bucket.delete(layout.MARKER)
-    raise _without_marker(bucket, layout.HEAD)
+    if bucket.put_if(layout.MARKER, _MARKER_TEXT, None):
+        if bucket.put_if(layout.MARKER, _MARKER_TEXT, None):
+            raise _ignored(bucket, "If-None-Match")
+        bucket.delete(layout.MARKER)
+        raise _without_marker(bucket, layout.HEAD)
+    if bucket.put_if(layout.MARKER, _MARKER_TEXT, NO_TAG):
+        raise _ignored(bucket, "If-Match")
 
 
 def check_remote(bucket: Bucket) -> None:
@@ -107,13 +107,49 @@ def check_remote(bucket: Bucket) -> None:
         NotARemoteError: The bucket is empty, holds something else, or has lost its marker `FORMAT`.
         NewerFormatError: The marker has a later version.
         DamagedRemoteError: The marker is damaged.
+        NoConditionsError: The server answers missing keys as if there were objects.
     """
-    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
-    if found is None:
+    if not _has_marker(bucket):
         if bucket.head(layout.HEAD) is not None:
             raise _without_marker(bucket, layout.HEAD)
         raise NotARemoteError.at(bucket.url, "there is no remote")
-    check_marker(bucket, found[0])
+
+
+def _has_marker(bucket: Bucket) -> bool:
+    with genuine_damage(bucket):
+        found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+        if found is not None:
+            check_marker(bucket, found[0])
+    return found is not None
+
+
+@contextmanager
+def genuine_damage(bucket: Bucket) -> Iterator[None]:
+    """Context manager that lets a DamagedRemoteError pass only if it can be about an object.
+
+    Some gateways answer a missing key with success: with an empty body, or with a page. There, any
+    missing object looks like a damaged one.
+
+    Raises:
+        NoConditionsError: There was a DamagedRemoteError, and the server answers a key that surely
+            is missing as if there were an object.
+    """
+    try:
+        yield
+    except DamagedRemoteError:
+        if not _answers_missing_keys(bucket):
+            raise
+        what = "the server answers a key that is not there as if it were"
+        raise NoConditionsError.at(bucket.url, what, condition="404") from None
+
+
+def _answers_missing_keys(bucket: Bucket) -> bool:
+    try:
+        return bucket.get(_probe_key(), layout.TEXT_BYTES) is not None
+    except DamagedRemoteError:  # with more than a text can have
+        return True
+    except StoreError:  # S3 refuses to say it to clients that may not list
+        return False
 
 
 def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
@@ -156,8 +192,7 @@ def restore_marker(bucket: Bucket) -> str | None:
         advice = "run `tensor-dedup push NAME` with another URL, from a store that has it"
         raise NotARemoteError(f"{bucket.url}: {lost}; {advice}", path=bucket.url)
     with as_far_as_allowed():
-        marker = frames.encode_text(layout.MARKER_LINES)
-        if not bucket.put_if(layout.MARKER, marker, None if found is None else found[1]):
+        if not bucket.put_if(layout.MARKER, _MARKER_TEXT, None if found is None else found[1]):
             check_remote(bucket)
     return f"{what}, and all else says that this is a remote"
 
@@ -195,8 +230,12 @@ def check_marker(bucket: Bucket, text: bytes) -> None:
         raise NewerFormatError.at(bucket.at(layout.MARKER), what)
 
 
+def _probe_key() -> str:
+    return f"{layout.PROBE}{secrets.token_hex(8)}"
+
+
 def _probe(bucket: Bucket) -> None:
-    key = f"{layout.PROBE}{secrets.token_hex(8)}"
+    key = _probe_key()
     try:
         texts = [f"writer {number}".encode() for number in range(_WRITERS)]
         won = [*bucket.each(lambda text: bucket.put_if(key, text, None), texts)]

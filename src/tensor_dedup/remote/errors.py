@@ -141,9 +141,15 @@ class RemoteAccessError(RemoteError):
 
 
 class NoConditionsError(RemoteError):
-    """The server ignores conditions of writes, so concurrent pushes could lose a name."""
+    """The server does not keep what a push relies on, so that concurrent pushes could lose a name.
 
-    advice = "push to a server that keeps If-Match and If-None-Match; pulling from here is fine"
+    The fact `condition` is `If-Match`, `If-None-Match`, or `404`, the answer for a missing key.
+    """
+
+    advice = (
+        "push to a server that keeps If-Match and If-None-Match and answers 404 for a missing key; "
+        "pulling from here is fine"
+    )
 
 
 class RemoteBusyError(RemoteError):

@@ -39,7 +39,13 @@ from tensor_dedup.remote.catalog import (
     rebuilt,
     with_more,
 )
-from tensor_dedup.remote.conditions import check_remote, check_still, is_free, prepare
+from tensor_dedup.remote.conditions import (
+    check_remote,
+    check_still,
+    genuine_damage,
+    is_free,
+    prepare,
+)
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -119,7 +125,7 @@ def push(
     Raises:
         RemoteNameTakenError: On the remote, a name stands for another checkpoint, and `replace` is
             False.
-        NoConditionsError: The server ignores conditions of writes; no checkpoint was written.
+        NoConditionsError: The server does not keep conditions of writes; nothing was written.
         RemoteBusyError: Other writers kept changing the remote.
     """
     began = time.monotonic()
@@ -228,16 +234,17 @@ class _Push:
     def _look(self, checkpoint: Outgoing) -> tuple[bool, str | None]:
         """Whether the name stands for this already, and the tag of its reference."""
         key = layout.ref_key(checkpoint.name)
-        found = self._bucket.get(key, layout.TEXT_BYTES)
-        self._seen[checkpoint.name] = None
-        if found is None:
-            self._guard.check(None)
-            return False, None
-        text, tag = found
-        if self._replace:
-            manifest = layout.state_of(found, checkpoint.name, self._bucket.at(key))
-        else:
-            manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
+        self._seen[checkpoint.name] = found = manifest = None
+        try:
+            with genuine_damage(self._bucket):
+                found = self._bucket.get(key, layout.TEXT_BYTES)
+                if found is not None:
+                    manifest = layout.referred(found[0], checkpoint.name, self._bucket.at(key))
+        except DamagedRemoteError:
+            if found is None or not self._replace:
+                raise
+            manifest = layout.damaged_state(found[1])
+        tag = None if found is None else found[1]
         self._guard.check(manifest)
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)

@@ -13,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,6 +27,7 @@ from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import ServerBucket
 
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>'
+_DATED: Final = {"Last-Modified": formatdate(0, usegmt=True)}
 # What one request can suffer. A fault "for good" strikes every repetition of the request, too.
 ONCE: Final = ("lost before", "lost after", "500", "503", "truncated", "delayed")
 FAULTS: Final = (
@@ -195,6 +196,34 @@ class MemoryGoogle(MemoryS3):
         found = super()._got(request)
         more = {"x-goog-generation": _generation(self.bucket.objects.get(request.key))}
         return Response(found.status, {**found.headers, **more}, found.body)
+
+
+class Gateway(MemoryS3):
+    """One before such a server, which spoils what pushes rely on.
+
+    It ignores some headers, does not know another (501), and answers a missing key with success and
+    the body `missing`.
+    """
+
+    def __init__(
+        self,
+        bucket: MemoryBucket,
+        *,
+        ignores: Collection[str] = (),
+        unknown: str = "",
+        missing: bytes | None = None,
+    ) -> None:
+        super().__init__(bucket)
+        self._ignores, self._unknown, self._missing = ignores, unknown, missing
+
+    def answer(self, request: Request) -> Response:
+        if self._unknown in request.headers:
+            return _xml("<Error><Code>NotImplemented</Code></Error>", 501)
+        headers = {n: value for n, value in request.headers.items() if n not in self._ignores}
+        found = super().answer(Request(request.verb, request.target, headers, request.body))
+        if self._missing is not None and request.reads and found.status == 404:
+            return Response(200, {"ETag": _etag(self._missing), **_DATED}, self._missing)
+        return found
 
 
 def _generation(held: tuple[bytes, str, float] | None) -> str:
