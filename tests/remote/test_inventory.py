@@ -7,19 +7,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remote_runs.remotes import Chunks, MemoryBucket
+from remote_runs.remotes import Chunks, Faulty, MemoryBucket
 from store_runs.stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
-from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote import Remote, RemoteGcPlan, RemoteUsage, RemoteVerifyResult, layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import (
+    CatalogChange,
     catalog_of,
     commit,
-    condemned,
-    drop,
-    read_catalog,
+    note_damage,
+    noted_damage,
     read_table,
-    segment_of,
 )
 from tensor_dedup.remote.errors import (
     RemoteAccessError,
@@ -29,18 +28,6 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format import tables
 
 HOUR = 3600.0
-
-
-class During(MemoryBucket):
-    """Calls `then`, once, when the first table is read."""
-
-    then: Callable[[], object] | None = None
-
-    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
-        if key.startswith(layout.TABLES) and self.then is not None:
-            then, self.then = self.then, None
-            then()
-        return super().get(key, limit)
 
 
 @pytest.fixture
@@ -57,28 +44,42 @@ def store(tmp_path: Path) -> Store:
     return found
 
 
-@pytest.mark.parametrize("verb", ["verify", "verify_full", "du", "gc"])
+VERBS: dict[str, Callable[[Remote], object]] = {
+    "verify": lambda remote: remote.verify(),
+    "verify_full": lambda remote: remote.verify(full=True),
+    "du": lambda remote: remote.usage(),
+    "gc": lambda remote: remote.gc(24),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_push_that_ends_meanwhile_is_no_damage(store: Store, verb: str) -> None:
-    """Its references are read after everything was listed, and lead to what came later."""
-    bucket = During()
-    remote = Remote(bucket)
-    store.push(remote, "one")
+    """Whatever was listed or read before, and whatever comes later."""
+    start = MemoryBucket()
+    store.push(Remote(start), "one")
+    probe = Faulty(start.copied())
+    VERBS[verb](Remote(probe))
+    assert len(probe.calls) > 5
+    for number in range(len(probe.calls)):
+        bucket = start.copied()
 
-    def push() -> None:
-        store.push(remote, "new")
+        def push(bucket: MemoryBucket = bucket) -> None:
+            for name in ("new", "two"):  # which relies on what is there
+                store.push(Remote(bucket), name)
 
-    bucket.then = push
-    during = vars(bucket)
-    if verb == "du":
-        found = {each.name: each.unique_bytes for each in remote.usage().checkpoints}
-        assert (found["new"] or 0) > 30_000
-    elif verb == "gc":
-        assert remote.gc(24).delete == ()
-    else:
-        assert remote.verify(full=verb == "verify_full").fine
-    assert during["then"] is None
-    assert remote.names() == ["new", "one"]
-    assert not condemned(bucket)
+        gate = Faulty(bucket, number, meanwhile=push)
+        found = VERBS[verb](Remote(gate))
+        assert gate.struck
+        if isinstance(found, RemoteVerifyResult):
+            assert found.fine, (number, found.faults)
+        elif isinstance(found, RemoteUsage):
+            assert not [each for each in found.checkpoints if each.damage], number
+        else:
+            assert isinstance(found, RemoteGcPlan)
+            assert not found.delete
+        assert Remote(bucket).names() == ["new", "one", "two"]
+        assert not noted_damage(bucket)
+        assert Remote(bucket).verify(full=True).fine, number
 
 
 class Together(MemoryBucket):
@@ -151,7 +152,7 @@ def test_a_table_that_is_lost_is_written_again_from_its_container(
     assert theirs.objects.keys() >= bucket.objects.keys() - {table}
     assert bucket.objects[table][0] == whole
     assert remote.verify(full=full).fine
-    assert not condemned(bucket)
+    assert not noted_damage(bucket)
     assert remote.gc(24).done
     other = open_store(tmp_path / "other")
     other.pull(remote, "one")
@@ -164,10 +165,10 @@ def test_what_was_noted_for_its_table_is_taken_back(tmp_path: Path, store: Store
     store.push(remote, "one")
     container = first_container(bucket)
     del bucket.objects[table_of(container)]
-    drop(bucket, [*catalog_of(bucket).containers, layout.container_of(container)])  # type: ignore[list-item]
-    assert condemned(bucket)
+    note_damage(bucket, [container])
+    assert noted_damage(bucket)
     assert not any(fault.affected for fault in remote.verify(full=True).faults)
-    assert not condemned(bucket)
+    assert not noted_damage(bucket)
     assert remote.verify(full=True).fine
     assert store.push(remote, "one").unchanged
     store.import_(tmp_path / "one", "again")
@@ -199,10 +200,9 @@ def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) ->
 
 
 def list_of_condemned(bucket: MemoryBucket) -> str:
-    trash = read_catalog(bucket, with_trash=True)
-    assert trash is not None
-    assert trash.trash_key is not None
-    return trash.trash_key
+    """The key of the list that the head names."""
+    (key,) = [key for key in bucket.objects if key.startswith(layout.TRASH)]
+    return key
 
 
 @pytest.mark.parametrize("lost", ["list gone", "list damaged", "head gone", "head damaged"])
@@ -294,7 +294,7 @@ def test_what_is_damaged_and_nobody_needs_is_garbage(
         remote.gc(24)
     remote.delete("one")
     store.push(remote, "two", replace=True)
-    assert container in condemned(bucket)
+    assert container in noted_damage(bucket)
     assert remote.verify(full=True).fine
     bucket.clock += 25 * HOUR
     remote.gc(24)
@@ -348,7 +348,7 @@ def of_a_later_version(bucket: MemoryBucket) -> None:
         msgspec.structs.replace(entry, name=bytes.fromhex(name)) if c == container else entry
         for c, entry in catalog.containers.items()
     ]
-    commit(bucket, catalog, lambda now: (segment_of(entries), now.trash))
+    commit(bucket, catalog, lambda now: CatalogChange((), entries, now.trash, now.damaged))
     assert made in catalog_of(bucket).containers
 
 
@@ -370,7 +370,7 @@ def test_what_a_later_version_has_written_is_neither_damage_nor_garbage(store: S
     assert {key: found[0] for key, found in bucket.objects.items()} == before
 
 
-@pytest.mark.parametrize("folder", [layout.MANIFESTS, layout.TABLES, layout.HOLDERS])
+@pytest.mark.parametrize("folder", [layout.MANIFESTS, layout.TABLES])
 def test_a_container_that_lies_in_a_wrong_folder_is_none(store: Store, folder: str) -> None:
     bucket = MemoryBucket()
     remote = Remote(bucket)

@@ -65,14 +65,10 @@ def parts(bucket: MemoryBucket, name: str) -> list[str]:
     return [layout.manifest_key(part) for part in (*pages, found.manifest)]
 
 
-def noted(bucket: MemoryBucket) -> set[str]:
-    return {*noted_damage(bucket)}
-
-
 def assert_whole(tmp_path: Path, bucket: MemoryBucket, *names: str) -> None:
     remote = Remote(bucket)
     assert remote.verify(full=True).fine
-    assert not noted(bucket)
+    assert not noted_damage(bucket)
     for name in names:
         other = open_store(tmp_path / f"of-{name}")
         other.pull(remote, name)
@@ -98,7 +94,7 @@ def test_a_plain_push_sends_what_verify_found_lost_of_a_manifest(
         faults = remote.verify(full=full).faults
         hit = {name for fault in faults for name in fault.affected}
         assert hit == ({"base", "tune"} if which == "shared" else {"tune"})
-        assert noted(bucket) == {key}
+        assert noted_damage(bucket) == {key}
     with pytest.raises(UncertainRemoteError):
         remote.gc(0)
     assert {each.name for each in remote.checkpoints() if each.damage} == hit
@@ -120,9 +116,9 @@ def test_all_that_is_lost_of_a_manifest_is_noted(
     lose(bucket, keys[0])
     spoil(bucket, keys[-2])
     assert not remote.verify().fine
-    assert noted(bucket) == {keys[0], keys[-2]}
+    assert noted_damage(bucket) == {keys[0], keys[-2]}
     assert not store.push(remote, "base").unchanged
-    assert noted(bucket) == {keys[-2]}
+    assert noted_damage(bucket) == {keys[-2]}
     assert not store.push(remote, "tune").unchanged
     assert_whole(tmp_path, bucket, "base", "tune")
 
@@ -130,7 +126,7 @@ def test_all_that_is_lost_of_a_manifest_is_noted(
 def test_what_is_noted_of_a_manifest_and_is_whole_is_taken_back(
     tmp_path: Path, store: Store, bucket: MemoryBucket
 ) -> None:
-    """The server has said twice that it is gone, or somebody has brought it back."""
+    """The server has said that it is gone, or somebody has brought it back."""
     remote, keys = Remote(bucket), parts(bucket, "tune")
     kept = bucket.objects[keys[0]]
     lose(bucket, keys[0])
@@ -166,7 +162,7 @@ def test_what_is_lost_is_noted_where_the_catalog_is_lost_too(
         if segment != layout.HEAD:
             lose(bucket, segment)
     assert not remote.verify().fine
-    assert noted(bucket) == {key}
+    assert noted_damage(bucket) == {key}
     assert {*catalog.catalog_of(bucket).containers} == there
     assert store.push(remote, "tune").moved_pieces == 0
     assert_whole(tmp_path, bucket, "tune")

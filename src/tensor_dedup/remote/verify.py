@@ -40,9 +40,8 @@ from tensor_dedup.store.format.tables import PLAIN, Record, Table
 
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
 _UNSWEPT: Final = (
-    "so nobody knows what a sweep is deleting, and no table is written again of a container that "
-    "the catalog does not name; when no `remote gc` has run for an hour, push a checkpoint, which "
-    "writes a new list, then run this again"
+    "so nobody knows what a sweep is deleting, and no table is written again; when no `remote gc` "
+    "has run for an hour, push a checkpoint, which writes a new list, then run this again"
 )
 
 
@@ -102,8 +101,9 @@ def verify(
     lost = found.lost() if not found.newer else {}
     wrong = [*_wrong_records(bucket, found, advance)] if full else []
     now = catalog_of(bucket, before=before)
-    # What nobody needs and no push relies on any more is a sweep's to take, and no fault.
-    unused = now.damaged | now.trash.deleting
+    # What nobody needs and no push relies on is a sweep's to take, and no fault.
+    gone = {c for c, _, _ in wrong if c not in now.containers and _is_gone(bucket, c)}
+    unused = now.damaged | now.trash.deleting | {*map(layout.container_key, gone)}
     unreadable = found.unreadable.items()
     faults += [f for c, f in unreadable if lost or layout.container_key(c) not in unused]
     for digest, losers in lost.items():
@@ -112,21 +112,20 @@ def verify(
     spoilt = _spoilt(bucket, found, wrong, unused)
     faults += [fault for held in spoilt.values() for fault in held]
     absent = (before.containers.keys() & now.containers) - found.tables.keys() - found.newer
+    listed_wrongly = {
+        **dict.fromkeys(sorted(absent), "the catalog names it, and it is not there, whole"),
+        **dict.fromkeys(
+            sorted(_lies(now, found.tables) - spoilt.keys()),
+            "the catalog says of it what its table does not",
+        ),
+    }
+    for container, what in listed_wrongly.items():
+        faults.append(RemoteFault(bucket.at(layout.container_key(container)), what))
     lost_parts = {key for manifest in sorted(found.broken) for key in _lost_of(bucket, manifest)}
     whole = {layout.manifest_key(part) for each in found.manifests for part in each.blobs}
     if full:
         whole |= {*map(layout.container_key, found.tables.keys() - {c for c, _, _ in wrong})}
     whole &= before.damaged & now.damaged - lost_parts
-    for containers, what in (
-        (absent, "the catalog names it, and it is not there, whole"),
-        (
-            _lies(now, found.tables) - spoilt.keys(),
-            "the catalog says of it what its table does not",
-        ),
-    ):
-        faults += [
-            RemoteFault(bucket.at(layout.container_key(c)), what) for c in sorted(containers)
-        ]
     faults += [RemoteFault(bucket.at(key), _WHOLE) for key in sorted(whole)]
     bad = lost_parts | {*map(layout.container_key, spoilt.keys() | absent)}
     with as_far_as_allowed():
@@ -147,28 +146,23 @@ def _mended_tables(
     """The tables that are gone or damaged, when they have been written again from containers.
 
     Looked for in the containers that the catalog names and, where pieces are lost, in all others,
-    but for those of a sweep, which may be about to delete them. Where it is not known which those
-    are, in none of the others: a table without its container would have pushes rely on what is
-    gone.
+    but for those of a sweep, which may be about to delete them: a table without its container would
+    have pushes rely on what is gone.
     """
     there = {c for key in found.objects if (c := layout.container_of(key)) is not None}
     without = there - found.tables.keys()
-    named = without & catalog.containers.keys()
-    others = without - named if without and found.lost() else set()
-    if not named | others:
+    wanted = without if found.lost() else without & catalog.containers.keys()
+    if not wanted:
         return
-    swept: Collection[str] = ()
     try:
         swept = _swept(bucket)
     except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
-        if others:
-            where = str(error.facts["path"])
-            what = error.message.removeprefix(f"{where}: ").removesuffix(f"; {error.advice}")
-            yield RemoteFault(where, f"{what}, {_UNSWEPT}")
-            others = set()
-    yield from _read_within(
-        bucket, found, [c for c in named | others if layout.container_key(c) not in swept]
-    )
+        where = str(error.facts["path"])
+        what = error.message.removeprefix(f"{where}: ").removesuffix(f"; {error.advice}")
+        yield RemoteFault(where, f"{what}, {_UNSWEPT}")
+        return
+    wanted = {c for c in wanted if layout.container_key(c) not in swept}
+    yield from _read_within(bucket, found, wanted)
 
 
 def _swept(bucket: Bucket) -> Collection[str]:
@@ -257,6 +251,10 @@ def _check_chunks(
             name = name_of(record.digest, names)
             what = f"a chunk of {record.digest.hex()} at {record.offset} ({name}) is wrong"
             raise DamagedRemoteError.at(where, what)
+
+
+def _is_gone(bucket: Bucket, container: ContainerId) -> bool:
+    return bucket.head(layout.container_key(container)) is None
 
 
 def _spoilt(
