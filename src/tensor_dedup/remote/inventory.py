@@ -130,20 +130,22 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory, known: RemoteInvento
     whole = {m.manifest: m for m in known.manifests if m.blobs.keys() <= blobs.keys()}
 
     def read(name: str) -> RemoteManifest | RemoteFault | None:
-        where, manifest = bucket.at(layout.ref_key(name)), None
+        manifest = None
         try:
             manifest = _referred(bucket, name)
             if manifest is None:
                 return None
             if manifest in whole:
                 return replace(whole[manifest], name=name)
-            return read_manifest(bucket, name, manifest, blobs.get)
+            content = read_manifest(bucket, name, manifest, blobs.get)
+            blobs.update(content.blobs)  # checkpoints share pages
+            return content
         except AWAY:
             raise
         except StoreError as error:
             if manifest is not None:
                 found.broken.add(manifest)
-            return RemoteFault(where, str(error), (name,))
+            return RemoteFault(bucket.at(layout.ref_key(name)), str(error), (name,))
 
     for each in bucket.each(read, names):
         if isinstance(each, RemoteManifest):
