@@ -243,23 +243,26 @@ def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "step"),
+    ("kind", "fault", "step"),
     [
-        ("", 1),
-        ("killed after", 19),
+        (Scene, "", 1),
+        (Scene, "killed after", 13),
         *(
-            pytest.param(f"killed {when}", 1, marks=pytest.mark.long)
+            pytest.param(kind, f"killed {when}", 1, marks=pytest.mark.long)
+            for kind in (Scene, PartedScene)
             for when in ("before", "after")
         ),
     ],
 )
-def test_two_sweeps_and_a_push_at_once(tmp_path: Path, fault: str, step: int) -> None:
+def test_two_sweeps_and_a_push_at_once(
+    tmp_path: Path, kind: type[Scene], fault: str, step: int
+) -> None:
     """Another sweep, and then a push of what both delete, at each moment of a sweep.
 
     The other one ends, or is killed at any moment of its own. Whoever was told that it is pushed
     has it when the first sweep has deleted what it was about to.
     """
-    scene = Scene(tmp_path)
+    scene = kind(tmp_path)
     gate = Faulty(scene.bucket())
     Remote(gate).gc(24)
     moments = len(gate.calls)
@@ -273,16 +276,16 @@ def test_two_sweeps_and_a_push_at_once(tmp_path: Path, fault: str, step: int) ->
                 inner: MemoryBucket = inner, at: int = at, told: list[object] = told
             ) -> None:
                 tried(partial(Remote(Faulty(inner, at, fault)).gc, 24))
-                tried(lambda: told.append(scene.full.push(Remote(inner), "tune")))
+                tried(lambda: told.append(scene.full.push(Remote(inner), scene.tune)))
 
             tried(partial(Remote(Faulty(inner, moment, meanwhile=meanwhile)).gc, 24))
             pushed += len(told)
             case = (moment, at)
-            assert ("tune" in Remote(inner).names()) == bool(told), case
+            assert (scene.tune in Remote(inner).names()) == bool(told), case
             scene.check(inner, case)
             inner.clock += HOUR
             Remote(inner).gc(24)
-            scene.full.push(Remote(inner), "tune")
+            scene.full.push(Remote(inner), scene.tune)
             scene.check(inner, case)
             assert not catalog_of(inner).trash.deleting, case
     assert pushed >= moments // 4
