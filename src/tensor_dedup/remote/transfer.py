@@ -12,6 +12,7 @@ from tensor_dedup.remote.errors import NoRangesError
 from tensor_dedup.remote.neighbour import copy_checkpoint
 from tensor_dedup.remote.oci import artifact as oci
 from tensor_dedup.remote.oci.artifact import Artifact, NoTablesError
+from tensor_dedup.remote.oci.push import push as push_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.pull import pull as pull_checkpoint
 from tensor_dedup.remote.push import NameGuard, Outgoing
@@ -179,7 +180,9 @@ def _push_artifact(
         with store.handle.locked():
             objects = [*outgoing(store, name).blobs.values()]
         files = store.handle.files
-        return oci.push(url, checkpoint, objects, files, progress, replace=replace, dry_run=dry_run)
+        return push_artifact(
+            url, checkpoint, objects, files, progress, replace=replace, dry_run=dry_run
+        )
 
 
 def _pull_artifact(
