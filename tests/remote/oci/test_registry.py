@@ -19,7 +19,7 @@ from typing import ClassVar
 import pytest
 
 from remote_runs import registries
-from remote_runs.remotes import Proxy, answered
+from remote_runs.remotes import Listener, Proxy, answered
 from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote.errors import (
@@ -546,6 +546,32 @@ def test_a_netrc_file_is_for_no_registry(tmp_path: Path, monkeypatch: pytest.Mon
     path = f"/v2/a/blobs/{digest}"
     tokens = [(path, None), ("/token", _WORD), (path, "Bearer good")]
     assert handler.seen == [*tokens, ("/elsewhere", None)]
+
+
+def test_proxies_and_certificates_are_those_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._PAUSE_S", 0.0)
+    seen = list[bytes]()
+
+    def refuse(link: socket.socket) -> None:
+        with link:
+            seen.append(link.recv(1 << 10))
+
+    proxy = Listener(refuse)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{proxy.port}")
+    with RegistryRepository(NAME) as registry, pytest.raises(RemoteUnreachableError):
+        registry.manifest("v1")
+    proxy.close()
+    assert {each.partition(b" HTTP/")[0] for each in seen} == {b"CONNECT registry.example:443"}
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "none.pem"))
+    with (
+        RegistryRepository(NAME) as registry,
+        pytest.raises(RemoteUnreachableError, match=r"none\.pem"),
+    ):
+        registry.manifest("v1")
 
 
 def test_a_mount_may_take_as_long_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:

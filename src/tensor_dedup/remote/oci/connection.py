@@ -254,8 +254,6 @@ class RegistryConnection:
     def _repeated(
         self, send: Callable[[], Answer], attempts: int = ATTEMPTS, what: str = ""
     ) -> Answer:
-        import requests
-
         for attempt in range(attempts):
             least_s = 0.0
             try:
@@ -265,7 +263,7 @@ class RegistryConnection:
                 failure = answer.words()
                 with suppress(ValueError):
                     least_s = float(answer.headers.get("Retry-After", ""))
-            except requests.RequestException as error:
+            except OSError as error:  # as those of requests are, and others that it lets pass
                 failure = _reason(error)
             error_ = RemoteUnreachableError.at(self._url, f"{what}{failure}")
             wait_after(attempt, error_, attempts, least_s)
