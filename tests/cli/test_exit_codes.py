@@ -244,7 +244,7 @@ def test_with_a_store(here: Path, arguments: str, expected: int) -> None:
     [
         ("obstore.store", "push m s3://bucket/models", "remote"),
         ("obstore.store", "remote list s3://bucket/models", "remote"),
-        ("oras.provider", "pull oci://host/a:b", "oci"),
+        ("requests", "pull oci://host/a:b", "oci"),
         ("ortools.sat.python", "plan --models models.toml --nodes 1 --memory 1M --exact 1", "plan"),
         ("ray", "plan --models models.toml --from ray://", "ray"),
         ("torch", "substitute m other --layers a --output made", "torch"),

@@ -64,7 +64,7 @@ def test_there_and_back(folder: Path) -> None:
 
 def test_to_a_registry_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(folder / "cache"))
-    pytest.importorskip("oras")
+    pytest.importorskip("requests")
     with registries.registry(folder / "registry") as proxy:
         url = f"oci://{registries.host(proxy)}/team/base:v3"
         registry = folder / "registry" / "data"
@@ -236,7 +236,7 @@ def test_exit_statuses(
 
 @pytest.mark.parametrize(
     ("module", "url", "extra"),
-    [("obstore.store", "s3://bucket/models", "remote"), ("oras.provider", "oci://host/a:b", "oci")],
+    [("obstore.store", "s3://bucket/models", "remote"), ("requests", "oci://host/a:b", "oci")],
 )
 def test_what_is_not_installed_is_installed_in_a_clone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, url: str, extra: str

@@ -384,7 +384,7 @@ def linked(root: Path, case: str) -> int:
 def test_a_registry_and_its_client_are_killed_at_every_request(
     tmp_path: Path, shards: Store, verb: str, side: str, kills: int
 ) -> None:
-    pytest.importorskip("oras")
+    pytest.importorskip("requests")
     files = content(tmp_path / "base-of-shards")
     root = tmp_path / "registry"
     with registries.program(root) as server:

@@ -65,7 +65,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
             yield "gs://bucket/models"
         stand_in.close()
     else:
-        pytest.importorskip("oras")
+        pytest.importorskip("requests")
         with (
             registries.registry(tmp_path / "registry") as proxy,
             real_servers.environment({"TENSOR_DEDUP_CACHE": str(tmp_path / "cache")}),

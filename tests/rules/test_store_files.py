@@ -98,7 +98,7 @@ def test_one_module_touches_files() -> None:
     assert {name: what for name, what in found.items() if what} == {
         "tensor_dedup.store.index": ["sqlite3"],
         "tensor_dedup.store.buffers": ["mmap", "os.fstat"],
-        "tensor_dedup.remote.oci.registry": ["subprocess"],
+        "tensor_dedup.remote.oci.credentials": ["subprocess"],
     }
 
 

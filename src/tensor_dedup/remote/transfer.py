@@ -11,6 +11,7 @@ from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import NoRangesError
 from tensor_dedup.remote.oci import artifact as oci
 from tensor_dedup.remote.oci.artifact import Artifact, NoTablesError
+from tensor_dedup.remote.oci.push import push as push_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.pull import name_check, newly_seen, ref_here
 from tensor_dedup.remote.pull import pull as pull_checkpoints
@@ -214,7 +215,7 @@ def _push_artifact(store: LocalStore, url: str, name: str, options: _Options) ->
     with store.checkpoint(name) as checkpoint:
         with store.handle.locked():
             objects = [*outgoing(store.handle.objects, name).blobs.values()]
-        return oci.push(
+        return push_artifact(
             *(url, checkpoint, objects, store.handle.files, options.progress),
             replace=options.replace,
             dry_run=options.dry_run,

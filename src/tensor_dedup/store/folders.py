@@ -19,6 +19,8 @@ from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.locks import naming
 
+_CHUNK_BYTES = 1 << 20
+
 
 class StoreFolder:
     """The folder of one store. Safe from any thread and process.
@@ -137,6 +139,22 @@ class StoreFolder:
             StoreBusyError: Another process has held the lock for a minute.
         """
         return naming(self.files, self.layout)
+
+
+def content_of(files: Files, path: Path) -> Iterator[bytes]:
+    """Iterate over the content of a file, in chunks of 1 MiB.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    handle, at = files.open(path, "read"), 0
+    try:
+        chunk = bytearray(_CHUNK_BYTES)
+        while size := files.pread(handle, memoryview(chunk), at):
+            yield bytes(memoryview(chunk)[:size])
+            at += size
+    finally:
+        files.close(handle)
 
 
 def files_below(files: Files, folder: Path) -> Iterator[Path]:

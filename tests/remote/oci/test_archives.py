@@ -21,7 +21,7 @@ from tensor_dedup.remote.oci import archives
 from tensor_dedup.remote.oci.archives import ChunkStream, unpack
 from tensor_dedup.store.files import RealFiles
 
-pytest.importorskip("oras")
+pytest.importorskip("requests")
 
 
 @pytest.fixture(scope="module")
@@ -264,13 +264,13 @@ def test_few_headers_go_before_a_member(tmp_path: Path, kind: bytes) -> None:
     body = (b"abc\0" if kind == tarfile.GNUTYPE_LONGNAME else b"6 a=b\n").ljust(512, b"\0")
     before, rest = headed(kind, body.index(b"\0"), body), linking(("a.json", "file", b"{}"))
     unpack_in_little_memory(tmp_path, before * 8 + rest, "")
-    with pytest.raises(DamagedRemoteError, match="more than 8 headers go before a member"):
+    with pytest.raises(DamagedRemoteError, match="it is no archive"):
         unpack_in_little_memory(tmp_path / "other", before * 3000 + rest, "")
 
 
 @pytest.mark.parametrize("kind", ["file", "soft", "hard"])
 def test_a_name_that_no_file_can_have_is_refused_at_once(tmp_path: Path, kind: str) -> None:
-    long = "a" * (LARGE // 64)
+    long = "a" * 60_000
     links = [(f"{n}", kind, long) for n in range(64)]
     tar = linking(*([(long, "file", b"{}")] if kind == "file" else links))
     with pytest.raises(UnsupportedError, match="too long") as caught:

@@ -19,7 +19,7 @@ from tensor_dedup.remote.oci.modelpack import TITLE
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.files import RealFiles
 
-pytest.importorskip("oras")
+pytest.importorskip("requests")
 
 CHUNK = 8 * KIB
 RAW_LAYER = "application/vnd.cncf.model.weight.v1.raw"
@@ -59,8 +59,8 @@ class Breaking(BaseHTTPRequestHandler):
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryRepository]:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
-    monkeypatch.setattr("tensor_dedup.remote.oci.registry._CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._CHUNK_BYTES", CHUNK)
     Breaking.ranges, Breaking.breaks, Breaking.sent = True, 0, 0
     with answered(Breaking) as host, RegistryRepository(ArtifactName(host, "a/b", "c")) as found:
         yield found
@@ -219,8 +219,8 @@ def theirs(
     """The URL of an artifact of others of three layers, a file each, and its files."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
-    monkeypatch.setattr("tensor_dedup.remote.oci.registry._CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._CHUNK_BYTES", CHUNK)
     files = {
         f"part/{n}.safetensors": safetensors(u8(**{f"w{n}": noise(n, 3072 * KIB)}))
         for n in range(3)

@@ -68,16 +68,17 @@ class _Gate(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     behind: Proxy
+    body = b""
 
     def check(self, given: str | None) -> bool:
         """Whether a request may pass that comes with these credentials; else it is answered."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.body = body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         if not self.check(self.headers.get("Authorization")):
             return
-        kept = ("accept", "range", "content-type")
+        kept = ("accept", "range", "content-type", "content-range")
         link = http.client.HTTPConnection("127.0.0.1", self.behind.port, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() in kept}
         link.request(self.command, self.path, body, headers | {"Host": self.headers["Host"]})
@@ -144,6 +145,54 @@ def tokened(
     Gate.behind = behind
     with answered(Gate) as name:
         yield name
+
+
+@contextmanager
+def hosted(
+    behind: Proxy, *, says: int | None = None, least: int = 0
+) -> Iterator[tuple[str, list[tuple[str, int, int]]]]:
+    """The name of the same registry with the limits of hosted ones.
+
+    A manifest has 500 layers at most. An upload's request has 4 MiB at most: a larger one is
+    answered with the status `says`, or else the gate hangs up before it has read it. With `least`,
+    the gate says that a chunk has so many bytes at least, and takes no larger one. Gives also the
+    verbs, sizes and statuses (0: hung up) of requests that write.
+    """
+    seen, most = list[tuple[str, int, int]](), max(4 << 20, least)
+
+    class Gate(_Gate):
+        def do_PUT(self) -> None:
+            size = int(self.headers.get("Content-Length", "0"))
+            if size > most and "/blobs/uploads/" in self.path and says is None:
+                seen.append((self.command, size, 0))
+                self.close_connection = True
+            else:
+                self.do_GET()
+
+        do_PATCH = do_PUT
+
+        def check(self, given: str | None) -> bool:
+            status, size = 0, len(self.body)
+            if "/blobs/uploads/" in self.path and size > most:
+                status = says or 0
+            elif self.command == "PUT" and "/manifests/" in self.path:
+                status = 400 if len(json.loads(self.body).get("layers", [])) > 500 else 0
+            if status:
+                seen.append((self.command, size, status))
+                said = {"errors": [{"code": "LIMIT", "message": "too much at once"}]}
+                self.answer(status, json.dumps(said).encode(), {})
+            return not status
+
+        def answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
+            if self.command == "POST" and least:
+                more = {**more, "OCI-Chunk-Min-Length": str(least)}
+            if self.command in ("PUT", "PATCH") and status < 300:
+                seen.append((self.command, len(self.body), status))
+            super().answer(status, body, more)
+
+    Gate.behind = behind
+    with answered(Gate) as name:
+        yield name, seen
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Unpack tar archives among the layers of OCI artifacts that other programs made.
+"""How layers become files in a folder, also those of other programs, which may be tar archives.
 
 Either all files in an archive are written, or the pull fails. Members other than files and links to
 files are refused. Sparse files are refused too, because a small archive could declare terabytes
@@ -17,15 +17,17 @@ import zstandard
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
-from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.folders import is_too_long, make_folders
+from tensor_dedup.store.files import Files
+from tensor_dedup.store.folders import content_of, is_too_long, make_folders
 from tensor_dedup.store.format.names import check_path
 
 _END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
-_READ_ERROR: Final = tarfile.ReadError
 _ENDED: Final = "tensor_dedup_ended"
 # What tarfile and what unpacks for it raise; ValueErrors are about what should be a number.
-_NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)
+_NO_ARCHIVE: Final = (
+    *(tarfile.TarError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError),
+    *(EOFError, ValueError, RecursionError),
+)
 # What goes before a member, and is read into memory: a long name, or facts about it in pairs.
 _BEFORE_A_MEMBER: Final = frozenset(
     {
@@ -33,11 +35,8 @@ _BEFORE_A_MEMBER: Final = frozenset(
         *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
     }
 )
-_BEFORE_BYTES: Final = 1 << 20
-# tarfile calls itself for each of them that stands before one member, and keeps what it has read.
-# Two long names and two sorts of facts are what programs write.
-_BEFORE_COUNT: Final = 8
-_BEFORE: Final = "tensor_dedup_before"
+# tarfile calls itself for each, and keeps them all: some hundred, or it is a RecursionError.
+_BEFORE_BYTES: Final = 1 << 16
 # Linux opens no longer path. All links are in memory until the archive has ended, and are looked
 # through once for each link of a chain: a compressed archive of some kilobytes can have millions.
 _NAME_CHARS: Final = 4096
@@ -52,13 +51,8 @@ class ChunkStream:
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._held = chunks, b""
 
-    def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes, or all remaining bytes if `size` is negative.
-
-        At the end, return b"".
-        """
-        if size < 0:
-            return self._held + b"".join(self._chunks)
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes, or fewer at the end."""
         while len(self._held) < size:
             chunk = next(self._chunks, b"")
             if not chunk:
@@ -97,10 +91,13 @@ def check_file(folder: Path, path: str, files: Files, layer: str) -> PurePosixPa
     return inner
 
 
-def write_file(folder: Path, path: str, stream: Any, files: Files, layer: str) -> str:
+def write_file(
+    folder: Path, path: str, stream: Any, files: Files, layer: str, held: int = 0
+) -> str:
     """Write the content of `stream` to `path` in a folder; return the path in normalised form.
 
-    Messages begin with `layer`, which names the artifact and the layer that the file is from.
+    Of a file that is there already, the first `held` bytes are kept. Messages begin with `layer`,
+    which names the artifact and the layer that the file is from.
 
     Raises:
         DamagedRemoteError: A file with this path exists, a file and a folder have the same path, or
@@ -111,7 +108,7 @@ def write_file(folder: Path, path: str, stream: Any, files: Files, layer: str) -
     target = folder / inner
     try:
         make_folders(files, target.parent)
-        handle, at = files.open(target, "create"), 0
+        handle, at = files.open(target, "modify" if held else "create"), held
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
         what = f"{_shown(path)} is there twice, or a file and a folder"
         raise DamagedRemoteError.at(layer, what) from error
@@ -153,7 +150,7 @@ def unpack(folder: Path, stream: ChunkStream, packing: str, files: Files, layer:
     except _SparseFileError:
         what = "an archive with a sparse file"
         raise UnsupportedError(f"{layer}: {what}; {_OTHERWISE}", url=layer) from None
-    except (*_NO_ARCHIVE, zstandard.ZstdError) as error:
+    except _NO_ARCHIVE as error:
         why = str(error)[:_SHOWN_CHARS]
         raise DamagedRemoteError.at(layer, f"it is no archive ({why})") from error
     if not ended:
@@ -220,22 +217,10 @@ class _Unpacking:
         return UnsupportedError(f"{self._layer}: {what}; {_OTHERWISE}", url=self._layer)
 
     def _copy(self, target: str, name: str) -> None:
-        files = self._files
-        handle = files.open(self._folder / target, "read")
-        try:
-            chunks = _read_through(files, handle, files.status_of(handle).size)
-            self._write(name, ChunkStream(chunks))
-        finally:
-            files.close(handle)
+        self._write(name, ChunkStream(content_of(self._files, self._folder / target)))
 
     def _write(self, name: str, stream: Any) -> None:
         self._written.add(write_file(self._folder, name, stream, self._files, self._layer))
-
-
-def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:
-    for at in range(0, size, 1 << 20):
-        view = memoryview(bytearray(min(1 << 20, size - at)))
-        yield bytes(view[: files.pread(handle, view, at)])
 
 
 class _SparseFileError(Exception):
@@ -252,17 +237,11 @@ class _Entry(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         # docstring inherited
-        before = getattr(tarfile, _BEFORE, 0)
-        if before > _BEFORE_COUNT:
-            raise _READ_ERROR(f"more than {_BEFORE_COUNT} headers go before a member")
-        setattr(tarfile, _BEFORE, before + 1)
         try:
             return super().fromtarfile(tarfile)
         except _END:
             setattr(tarfile, _ENDED, True)
             raise
-        finally:
-            setattr(tarfile, _BEFORE, before)
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

@@ -1,4 +1,4 @@
-"""Encode a checkpoint as two OCI artifacts: a ModelPack of whole files, and tables. No I/O.
+"""The form of artifacts: a ModelPack of whole files, and our tables of its tensors. No I/O.
 
 The ModelPack follows the specification of that name by the CNCF. Each file is an uncompressed
 layer, so any OCI client can pull the files.
@@ -19,7 +19,7 @@ import msgspec
 
 from tensor_dedup.digest import combine, leaf_digests
 from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
-from tensor_dedup.remote.oci.registry import INDEX, MANIFEST
+from tensor_dedup.remote.oci.registry import INDEX, MANIFEST, is_digest
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
@@ -37,14 +37,15 @@ OUR_MANIFEST: Final = "dev.tensor-dedup.manifest"
 OUR_TABLES: Final = "dev.tensor-dedup.tables"
 RAW: Final = "raw"  # the kind of container that a layer is, and the suffix of its media type
 _KIND: Final = b"rtab"
-# Registries take manifests of 4 MiB, which is about 10,000 layers of short names.
-_MOST_LAYERS: Final = 4000
+# One hosted registry takes no more; and all take manifests of 4 MiB.
+_MOST_LAYERS: Final = 500
 _KINDS: Final = ("weight", "weight.config", "doc", "code")
 _WEIGHTS: Final = frozenset(
     {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz"}
 )
 _DOCUMENTS: Final = ("readme", "license", "licence", "notice", "model_card")
 _BLOCK: Final = tarfile.BLOCKSIZE
+_ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,11 @@ class ArtifactLayer:
     def nbytes(self) -> int:
         """The size of the layer in bytes."""
         return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+    @property
+    def annotations(self) -> dict[str, str] | None:
+        """The annotations that name the file: ModelPack's clients go by one, ORAS by the other."""
+        return None if self.path is None else {FILE_PATH: self.path, TITLE: self.path}
 
 
 def layers_of(files: Sequence[StoredFile], most: int = _MOST_LAYERS) -> list[ArtifactLayer]:
@@ -177,6 +183,26 @@ class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"
     annotations: dict[str, str] | None = None
     artifact_type: str | None = None
 
+    @property
+    def packing(self) -> str | None:
+        """How a layer packs files: "" in a tar, "gz" or "zst" in a compressed one. None: not."""
+        media, notes = self.media_type, self.annotations or {}
+        if notes.get(_ORAS_FOLDER) != "true":
+            # ORAS calls a file an archive, too, and gives it a title; what it packs, it compresses.
+            file = TITLE in notes and "image.layer" in media and media.endswith(".tar")
+            packs = (MODEL_LAYERS, "image.layer", ".rootfs.")
+            if file or not any(each in media for each in packs):
+                return None
+        endings = {"gzip": "gz", "zstd": "zst", ".tar": ""}
+        return next((endings[each] for each in endings if media.endswith(each)), None)
+
+    @property
+    def path(self) -> str | None:
+        """The path of the file that a layer is, or None of a layer that packs several."""
+        notes = self.annotations or {}
+        found = notes.get(FILE_PATH) or notes.get(TITLE)
+        return found if self.packing is None else None
+
 
 class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
     """The fields of an OCI manifest or index that this package uses.
@@ -189,6 +215,17 @@ class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
     layers: list[Descriptor] = []
     manifests: list[Descriptor] = []
     annotations: dict[str, str] | None = None
+
+    @property
+    def manifest(self) -> str | None:
+        """The name of the checkpoint's manifest; None of an artifact that no store has pushed."""
+        return (self.annotations or {}).get(OUR_MANIFEST)
+
+    @property
+    def tables(self) -> str | None:
+        """The digest of our tables, if the manifest names one."""
+        named = (self.annotations or {}).get(OUR_TABLES, "")
+        return named if is_digest(named) else None
 
 
 def model_config(name: str, layers: Sequence[Descriptor]) -> bytes:
