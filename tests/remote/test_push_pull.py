@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from remote_runs import remotes
+from remote_runs.bounds import assert_priced, held_pieces
 from remote_runs.remotes import MemoryBucket, Proxy
 from store_runs.stores import (
     KIB,
@@ -309,14 +310,15 @@ def test_the_wire_carries_what_is_missing(tmp_path: Path, proxy: Proxy, kind: st
     encoded = any(record.codec != PLAIN for record in records(store, "tune"))
     assert encoded or kind != "all of it"
     assert not encoded or kind != "one layer"
+    pieces = held_pieces(Remote.open(url).bucket)
     proxy.reset()
     pushed = store.push(url, "tune")
-    assert_priced(proxy, pushed.moved_bytes)
+    assert_priced(proxy.nbytes, proxy.requests, pushed.moved_bytes, pieces)
     other = open_store(tmp_path / "other")
     other.pull(url, "base")
     proxy.reset()
     pulled = other.pull(url, "tune")
-    assert_priced(proxy, pulled.moved_bytes)
+    assert_priced(proxy.nbytes, proxy.requests, pulled.moved_bytes, pieces)
     assert pulled.moved_bytes == pushed.moved_bytes
     assert stored(other, "tune") == content(tmp_path / "tune")
     size = sum(map(len, tune))
@@ -333,12 +335,6 @@ def records(store: Store, name: str) -> list[Record]:
         return [r for t in checkpoint for r in checkpoint.records(bytes.fromhex(t.digest))]
 
 
-def assert_priced(proxy: Proxy, missing: int) -> None:
-    assert proxy.nbytes >= missing > 0
-    assert proxy.nbytes <= 1.02 * missing + 64 * KIB
-    assert proxy.requests <= 12 + 3 * -(-missing // (64 * MIB))
-
-
 def test_many_pieces_need_few_requests(tmp_path: Path) -> None:
     bucket = MemoryBucket()
     store = open_store(tmp_path / "store")
@@ -348,9 +344,10 @@ def test_many_pieces_need_few_requests(tmp_path: Path) -> None:
     pushed = store.push(Remote(bucket), "many")
     assert pushed.pieces == 701
     other = open_store(tmp_path / "other")
-    before = bucket.traffic.calls
-    other.pull(Remote(bucket), "many")
-    assert bucket.traffic.calls - before <= 12
+    pulled = other.pull(Remote(bucket), "many")
+    pieces = held_pieces(bucket)
+    assert pieces == 701
+    assert_priced(pulled.wire_bytes, pulled.requests, pulled.moved_bytes, pieces)
     assert stored(other, "many") == content(path)
 
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from bench import remote
 from bench.remote_speed import Speed, Watch
 from project import package_source
 from tensor_dedup.digest import digest
@@ -18,7 +20,8 @@ pytest.importorskip("obstore")
 
 def test_the_benchmark_of_remotes_runs(tmp_path: Path) -> None:
     script = str(package_source.ROOT / "scripts" / "bench" / "remote.py")
-    options = ["--mb", "2", "--pairs", "6", "--server", "folder", "--work", str(tmp_path)]
+    options = ["--only", "speed", "--mb", "2", "--pairs", "6", "--server", "folder"]
+    options += ["--work", str(tmp_path)]
     target = tmp_path / "figures.json"
     done = subprocess.run(
         [sys.executable, script, *options, "--json", str(target)],
@@ -39,6 +42,20 @@ def test_the_benchmark_of_remotes_runs(tmp_path: Path) -> None:
         ratios = sorted(b / a for a, b in zip(*figures[name], strict=True))
         assert is_slow is (sum(ratios[2:4]) / 2 < 0.9)
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_what_fine_tunes_cost_is_counted_beside_the_bounds(tmp_path: Path) -> None:
+    target = tmp_path / "figures.json"
+    options = ["--only", "wire", "--quick", "--work", str(tmp_path), "--json", str(target)]
+    done = CliRunner().invoke(remote.main, options)
+    assert done.exit_code == 0, done.output
+    lines = [line for line in done.output.splitlines() if re.match(r"\| (0|100) \| pu", line)]
+    assert len(lines) == 2 * 3 * 4
+    assert all(line.endswith("| met |") for line in lines)
+    figures = json.loads(target.read_text())
+    assert len(figures) == 2 * 3 * 2 * 2
+    for [[most], [counted]] in figures.values():
+        assert 0 < counted <= most
 
 
 def test_a_throughput_of_less_than_nine_tenths_is_missed() -> None:

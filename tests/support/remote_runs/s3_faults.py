@@ -28,6 +28,7 @@ from tensor_dedup.remote.buckets import ServerBucket
 
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>'
 _DATED: Final = {"Last-Modified": formatdate(0, usegmt=True)}
+_LISTED_AT_ONCE: Final = 1000
 # What one request can suffer. A fault "for good" strikes every repetition of the request, too.
 ONCE: Final = ("lost before", "lost after", "500", "503", "truncated", "delayed")
 FAULTS: Final = (
@@ -127,14 +128,19 @@ class MemoryS3:
             return self._got(request)
 
     def _listed(self, request: Request) -> Response:
-        prefix = parse_qs(request.target.partition("?")[2]).get("prefix", [""])[0]
+        asked = parse_qs(request.target.partition("?")[2])
+        prefix, after = (asked.get(n, [""])[0] for n in ("prefix", "continuation-token"))
+        keys = sorted(k for k in self.bucket.objects if k.startswith(prefix) and k > after)
+        page, more = keys[:_LISTED_AT_ONCE], len(keys) > _LISTED_AT_ONCE
+        objects = ((key, *self.bucket.objects[key]) for key in page)
         found = "".join(
             f"<Contents><Key>{escape(key)}</Key><Size>{len(blob)}</Size><ETag>{_etag(blob)}</ETag>"
             f"<LastModified>{_iso(when)}</LastModified></Contents>"
-            for key, (blob, _, when) in sorted(self.bucket.objects.items())
-            if key.startswith(prefix)
+            for key, blob, _, when in objects
         )
-        return _xml(f"<ListBucketResult><IsTruncated>false</IsTruncated>{found}</ListBucketResult>")
+        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        truncated = f"<IsTruncated>{str(more).lower()}</IsTruncated>"
+        return _xml(f"<ListBucketResult>{truncated}{token}{found}</ListBucketResult>")
 
     def _put(self, request: Request) -> Response:
         told = request.headers.get("x-amz-content-sha256", "")
@@ -478,8 +484,8 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
 class Wire:
     """Objects in memory behind a proxy that counts, by S3's protocol, and a remote there."""
 
-    def __init__(self) -> None:
-        self.bucket = MemoryBucket()
+    def __init__(self, bucket: MemoryBucket | None = None) -> None:
+        self.bucket = bucket or MemoryBucket()
         self.server = FaultyProxy(MemoryS3(self.bucket))
         self.proxy = Proxy(self.server.port)
         self.remote = Remote(client(self.proxy.port))
