@@ -223,6 +223,8 @@ def _used(found: RemoteInventory, catalog: Catalog) -> set[str]:
         ranked.setdefault(rank, set()).add(container)
     kept, candidates, rest = set[ContainerId](), set[ContainerId](), {*found.live()}
     for rank in sorted(ranked):
+        if not rest:
+            break
         candidates |= ranked[rank]
         held = readable({container: records[container] for container in candidates})
         there = rest & {digest for each in held.values() for digest in each}
