@@ -589,7 +589,7 @@ class OldAnswers(MemoryBucket):
         return super().get_range(key, start, stop)
 
 
-def test_what_a_server_says_is_gone_is_sent_again(tmp_path: Path) -> None:
+def test_what_a_server_says_twice_is_gone_is_sent_again(tmp_path: Path) -> None:
     """And noted; though it is there, nothing is lost by that."""
     bucket, paths = OldAnswers(), three(tmp_path)
     store = open_store(tmp_path / "full")
@@ -598,7 +598,7 @@ def test_what_a_server_says_is_gone_is_sent_again(tmp_path: Path) -> None:
     store.push(Remote(bucket), "base")
     there = {*catalog_of(bucket).containers}
     bucket.clock += 25 * HOUR
-    bucket.denied = 1
+    bucket.denied = 2
     assert store.push(Remote(bucket), "tune").moved_bytes > 0
     assert not bucket.denied
     after = catalog_of(bucket)
@@ -614,13 +614,13 @@ def test_what_a_server_says_is_gone_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_a_note_of_damage_is_taken_back_where_all_is_whole(tmp_path: Path) -> None:
-    """The server said that a container is gone, and nobody pushes its checkpoint again."""
+    """The server said twice that a container is gone, and nobody pushes its checkpoint again."""
     bucket, paths = OldAnswers(), three(tmp_path)
     store = open_store(tmp_path / "full")
     for name in ("base", "tune"):
         store.import_(paths[name], name, compress="auto")
     store.push(Remote(bucket), "base")
-    bucket.denied = 1
+    bucket.denied = 2
     store.push(Remote(bucket), "tune")
     remote = Remote(bucket)
     [noted] = catalog_of(bucket).damaged
