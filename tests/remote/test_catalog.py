@@ -202,6 +202,26 @@ def test_what_is_listed_already_is_not_written_again() -> None:
     assert with_more(held, [entry(1, 40_000), entry(2)]) == ([*held.segments], [])
 
 
+def test_pushes_alone_leave_few_segments_and_seldom_write_a_large_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(catalog, "_MERGED_BYTES", 1000)
+    now, counts, written, listed_pieces = Catalog(), list[int](), list[int](), 0
+    for number in range(2000):
+        kept, more = with_more(now, [entry(number, 5)])
+        segments = {name: now.segments[name] for name in kept}
+        now = Catalog(segments={**segments, number.to_bytes(32, "big"): more})
+        listed_pieces += 5
+        assert sum(each.pieces for held in now.segments.values() for each in held) == listed_pieces
+        counts.append(len(now.segments))
+        written.append(sum(each.pieces for each in more))
+        small = 1000 // 16
+        assert written[-1] <= listed_pieces / 3 + small + 5
+    assert max(counts) == 9
+    # Each entry is written 16 times or less; 100 times where each push would merge one segment.
+    assert sum(written) <= 16 * listed_pieces
+
+
 def test_a_push_reads_and_writes_few_bytes_for_each_piece_of_the_remote(
     full: Store, bucket: MemoryBucket
 ) -> None:

@@ -45,7 +45,11 @@ _FORMER_HEADS: Final = frozenset({b"rhed", b"rcat"})
 _STAMP_BYTES: Final = 8
 # A push merges segments up to this size with its own; it reads and writes no more than this again.
 _MERGED_BYTES: Final = 512 << 10
-# Each takes a request. A remote of a hundred million pieces has fewer.
+# Each takes a request to read. Where a push would keep more larger ones, it merges the smallest of
+# them, too: it seldom does, and writes at most a third of the catalog that it has read.
+_LARGE_SEGMENTS: Final = 8
+_MERGED_SEGMENTS: Final = 3
+# Of those that a head may name; pushes leave far fewer.
 _MOST_SEGMENTS: Final = 4096
 _ATTEMPTS: Final = 40
 _PAUSE_S: Final = 0.05
@@ -533,13 +537,18 @@ def with_more(
     more = _by_name(each for each in new if catalog.containers.get(each.container) != each)
     if not more:
         return [*catalog.segments], []
+    sizes = {name: sum(map(_size, held)) for name, held in catalog.segments.items()}
     kept = []
     for name, held in catalog.segments.items():
-        is_large = sum(map(_size, held)) > _MERGED_BYTES
+        is_large = sizes[name] > _MERGED_BYTES
         if is_large and more.keys().isdisjoint(each.name for each in held):
             kept.append(name)
         else:
             more = _by_name(held) | more
+    if len(kept) > _LARGE_SEGMENTS:
+        for name in sorted(kept, key=sizes.__getitem__)[:_MERGED_SEGMENTS]:
+            kept.remove(name)
+            more = _by_name(catalog.segments[name]) | more
     return kept, [*more.values()]
 
 
