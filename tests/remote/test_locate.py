@@ -154,10 +154,10 @@ def test_what_has_no_other_copy_is_lost(tmp_path: Path, harm: Harm) -> None:
     bucket, store = pushed(tmp_path, "w", **pieces(3)), open_store(tmp_path / "there")
     [container] = containers(bucket)
     harm(bucket, container)
-    with pytest.raises((MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError)) as all_:
+    with pytest.raises((MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError)) as lost:
         store.pull(Remote(bucket), "w")
-    where = layout.table_key if harm is lose_all else layout.container_key
-    assert where(container.name if harm is lose_all else container) in str(all_.value)
+    table, key = layout.table_key(container.name), layout.container_key(container)
+    assert (table if harm is lose_all else key) in str(lost.value)
     assert store.names() == []
     assert store.verify(full=True).fine
 
