@@ -66,7 +66,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("reading", "writing", "steps", "upkeep", "store", "interchange"),
     ),
     "remote": (
-        *("errors", "environment", "traffic", "layout", "answers", "buckets", "urls"),
+        *("errors", "environment", "traffic", "layout", "buckets", "answers", "folder_bucket"),
+        *("server_bucket", "urls"),
         *("lease", "results", "catalog", "conditions", "loads", "holders", "pieces"),
         *("relatives", "push", "pull", "run_pull", "neighbour", "inventory", "sweep", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),
