@@ -19,8 +19,9 @@ from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.remote import Remote, environment, layout
-from tensor_dedup.remote.buckets import ObjectStatus, scrubbed
+from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import read_catalog
+from tensor_dedup.remote.environment import scrubbed
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import secrets
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +17,12 @@ from functools import partial
 from typing import Final, TypeVar
 
 from tensor_dedup.digest import hand
-from tensor_dedup.remote.environment import scrubbed as scrubbed
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     ReadOnlyRemoteError,
     RemoteUnreachableError,
 )
 from tensor_dedup.remote.layout import PROBE, TEXT_BYTES
-from tensor_dedup.remote.traffic import Traffic as Traffic
 
 # What is in the folder of a remote: the first parts of keys, and what conditions need.
 OWN_NAMES: Final = {
@@ -66,6 +65,29 @@ class ObjectStatus:
         """
         is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
         return self.size == len(data) and (not is_sum or self.surely_is(data))
+
+
+class Traffic:
+    """Counters of a bucket's traffic: payload bytes sent and received, and requests.
+
+    Safe from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent = self.received = self.calls = 0
+
+    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
+        """Add bytes and a number of requests (`calls`) to the counters."""
+        with self._lock:
+            self.sent += sent
+            self.received += received
+            self.calls += calls
+
+    def counts(self) -> tuple[int, int]:
+        """Return the sum of the bytes sent and received, and the number of requests."""
+        with self._lock:
+            return self.sent + self.received, self.calls
 
 
 class Bucket(ABC):

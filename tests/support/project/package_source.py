@@ -66,7 +66,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("reading", "writing", "steps", "upkeep", "store", "interchange"),
     ),
     "remote": (
-        *("errors", "environment", "traffic", "layout", "buckets", "answers", "folder_bucket"),
+        *("errors", "environment", "layout", "buckets", "answers", "folder_bucket"),
         *("server_bucket", "urls"),
         *("lease", "results", "catalog", "conditions", "loads", "holders", "pieces"),
         *("relatives", "push", "pull", "run_pull", "neighbour", "inventory", "sweep", "upkeep"),
