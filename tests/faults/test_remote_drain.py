@@ -29,7 +29,8 @@ from store_runs.disk_faults import Crash, Faults, FaultyFiles
 from store_runs.stores import KIB, assert_same, handle, open_store, shares
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.buckets import Bucket, FolderBucket
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.folder_bucket import FolderBucket
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore

@@ -14,7 +14,7 @@ import pytest
 from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, push
-from tensor_dedup.remote.buckets import FolderBucket
+from tensor_dedup.remote.folder_bucket import FolderBucket
 from tensor_dedup.store.files import RealFiles
 
 _FORK = multiprocessing.get_context("fork")

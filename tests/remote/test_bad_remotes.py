@@ -19,7 +19,7 @@ from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.remote import Remote, environment, layout
-from tensor_dedup.remote.buckets import ObjectStatus, scrubbed
+from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import (
     PREFIX_BYTES,
     CatalogChange,
@@ -27,6 +27,7 @@ from tensor_dedup.remote.catalog import (
     commit,
     read_catalog,
 )
+from tensor_dedup.remote.environment import scrubbed
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -503,7 +504,7 @@ def test_a_panic_of_obstore_is_an_answer_that_cannot_be_used(
     monkeypatch.setattr("obstore.get", panic)
     with pytest.raises(RemoteUnreachableError, match="/x/FORMAT: obstore cannot go on"):
         remote.names()
-    monkeypatch.setattr("obstore.store.from_url", panic)
+    monkeypatch.setattr("tensor_dedup.remote.server_bucket.from_url", panic)
     with pytest.raises(RemoteUnreachableError, match="obstore cannot go on"):
         Remote.open("https://127.0.0.1:9/x")
 
@@ -746,7 +747,7 @@ def test_a_server_without_ranges_sends_each_container_once(
 def test_a_tensor_that_is_too_large_to_come_without_ranges_is_no_damage(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.remote.buckets._WHOLE_BYTES", 100_000)
+    monkeypatch.setattr("tensor_dedup.remote.server_bucket._WHOLE_BYTES", 100_000)
     store.import_(tmp_path / "base", "base")
     store.push(f"file://{tmp_path}/served", "base")
     with (
@@ -762,7 +763,7 @@ def test_a_range_that_was_ignored_once_is_asked_for_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a proxy did in passing costs whole objects for a minute, and not for good."""
-    monkeypatch.setattr("tensor_dedup.remote.buckets._ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.server_bucket._ASK_AGAIN_S", 0.0)
     sizes = {"once": 300_000, "later": 3_000_000}
     full = open_store(tmp_path / "full")
     for name, nbytes in sizes.items():
@@ -789,8 +790,7 @@ def test_a_list_that_cannot_be_read_is_no_empty_one(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each later try of a request waits twice as long.
-    fewer = {"sending": False, "retries": 1}
-    monkeypatch.setattr("tensor_dedup.remote.buckets._open_store.__kwdefaults__", fewer)
+    monkeypatch.setattr("tensor_dedup.remote.server_bucket._RETRIES", 1)
     store.push(f"file://{tmp_path}/served", "mine")
     with remotes.web(tmp_path / "served") as url:  # which has none to read
         remote = Remote.open(url)

@@ -14,7 +14,7 @@ from store_runs.stores import content, open_store, stored
 from tensor_dedup import Store
 from tensor_dedup.errors import NOBODY_THERE
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.buckets import scrubbed
+from tensor_dedup.remote.environment import scrubbed
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,

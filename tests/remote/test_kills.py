@@ -39,7 +39,7 @@ SMALL = (
     ("layout", "CONTAINER_BYTES", 400_000),
     ("push", "_ASKED_BYTES", 1),
     ("pull", "_CONTAINER_BYTES", 1),
-    ("buckets", "_CHUNK_BYTES", 10_000),
+    ("server_bucket", "_CHUNK_BYTES", 10_000),
 )
 # The command line with these.
 PROGRAM = f"""

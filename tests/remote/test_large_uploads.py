@@ -17,7 +17,7 @@ from remote_runs.bounds import most_requests
 from remote_runs.remotes import Faulty, Killed, MemoryBucket, Proxy
 from remote_runs.s3_faults import FaultyProxy, RealS3, Request, Response, client
 from store_runs.stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.remote import Remote, buckets, layout, pieces, push
+from tensor_dedup.remote import Remote, layout, pieces, push, server_bucket
 from tensor_dedup.remote.errors import RemoteUnreachableError
 
 FACTOR = 8  # S3 takes no parts below 5 MiB
@@ -28,8 +28,8 @@ UNIT = 64 * MIB // FACTOR
 def smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in (
         (layout, "CONTAINER_BYTES"),
-        (buckets, "CONTAINER_BYTES"),
-        (buckets, "_PART_BYTES"),
+        (server_bucket, "CONTAINER_BYTES"),
+        (server_bucket, "_PART_BYTES"),
         (push, "_ASKED_BYTES"),
         (pieces, "_RANGE_BYTES"),
     ):
@@ -213,7 +213,7 @@ def hanging(port: int, prefix: str) -> int:
 def test_to_send_much_may_take_longer_than_a_server_may_be_silent(
     seaweed: int, monkeypatch: pytest.MonkeyPatch, parts: bool
 ) -> None:
-    monkeypatch.setattr(buckets, "_SILENCE_S", 1)
+    monkeypatch.setattr(server_bucket, "_SILENCE_S", 1)
     blob = memoryview(noise(1, 6 * MIB))
 
     def slow(request: Request, _: int) -> None:

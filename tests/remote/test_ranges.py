@@ -12,10 +12,10 @@ from remote_runs.remotes import Faulty, MemoryBucket, Proxy
 from store_runs.stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
-from tensor_dedup.remote.buckets import ServerBucket
 from tensor_dedup.remote.catalog import read_table
 from tensor_dedup.remote.errors import DamagedRemoteError
 from tensor_dedup.remote.pieces import RemotePieces
+from tensor_dedup.remote.server_bucket import WebBucket
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format.tables import PLAIN, Record
 
@@ -160,7 +160,7 @@ def containers(bucket: MemoryBucket) -> Iterator[ContainerId]:
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_whether_a_web_server_knows_ranges_costs_one_small_request(
+def test_whether_a_web_server_knows_ranges_costs_small_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
 ) -> None:
     """Where it knows none, nothing comes twice: neither a container of which several ranges are
@@ -182,8 +182,8 @@ def test_whether_a_web_server_knows_ranges_costs_one_small_request(
         proxy.close()
     assert done.requests == requests
     # Twice the reference, manifest, page, head and segment of the catalog, and tables; then the
-    # small one.
-    assert requests == 6 + count + 1 + (2 * count if ranges else count)
+    # small ones.
+    assert requests == 6 + count + (1 + 2 * count if ranges else 2 + count)
     assert nbytes <= 1.02 * done.moved_bytes + 64 * KIB
     assert stored(there, "many") == content(path)
 
@@ -192,7 +192,7 @@ def test_an_object_that_came_whole_stays_while_somebody_waits_for_it(tmp_path: P
     """A pull asks for ranges of several containers at once; the second of one may be the last."""
     write(tmp_path / "served", {each: each.encode() * 9 for each in "abcd"} | {"FORMAT": b"text"})
     with remotes.web(tmp_path / "served", ranges=False) as url:
-        bucket = ServerBucket(url)
+        bucket = WebBucket(url)
         assert bytes(bucket.get_range("a", 0, 2)) == b"aa"
         found: dict[str, bytes] = {}
 
@@ -200,12 +200,12 @@ def test_an_object_that_came_whole_stays_while_somebody_waits_for_it(tmp_path: P
             found[key] = bytes(bucket.get_range(key, 2, 4))
 
         threads = [threading.Thread(target=read, args=(key,)) for key in "bcda"]
-        with bucket._wholes_lock:
+        with bucket._wholes._lock:
             for number, each in enumerate(threads):
                 each.start()
-                while len(bucket._awaited) <= number:
+                while len(bucket._wholes._awaited) <= number:
                     assert each.is_alive()
         for each in threads:
             each.join(60)
         assert found == {each: each.encode() * 2 for each in "abcd"}
-        assert bucket.traffic.calls == 1 + 4
+        assert bucket.traffic.calls == 2 + 4

@@ -1,51 +1,15 @@
 """Interpret a server's metadata for objects, and the messages of obstore's errors. No I/O."""
 
-import hashlib
 import json
 import re
-from dataclasses import dataclass
 from typing import Any, Final
 
+from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.environment import scrubbed, told
-from tensor_dedup.remote.errors import DamagedRemoteError, RemoteUnreachableError
+from tensor_dedup.remote.errors import RemoteUnreachableError
 
-_MD5: Final = re.compile("[0-9a-f]{32}")
 # What obstore says of keys that it cannot use, before it asks anybody.
 _KEYS: Final = re.compile(r"[Cc]redential|service account|Access ?Key|pem file|SAS query")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStatus:
-    """The metadata of an object: its key, size in bytes, tag and modification time.
-
-    The tag (ETag) changes with the content. `modified` is in seconds of the server's clock.
-    """
-
-    key: str
-    size: int
-    tag: str
-    modified: float
-
-    def surely_is(self, data: bytes) -> bool:
-        """Return whether the size and the tag prove that the object is `data`.
-
-        They prove it only on servers where the tag is the MD5 of the content, as on S3.
-        """
-        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        return self.size == len(data) and self.tag.strip('"') == md5
-
-    def may_be(self, data: bytes) -> bool:
-        """Return False if the size or the tag shows that the object is not `data`, else True.
-
-        A tag that is not an MD5 is not compared.
-        """
-        is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
-        return self.size == len(data) and (not is_sum or self.surely_is(data))
-
-
-def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
-    """Return the error for the object at `where`, whose `size` exceeds the `limit` for its kind."""
-    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
 
 
 def status_of(meta: Any) -> ObjectStatus:

@@ -73,11 +73,8 @@ def is_free(bucket: Bucket) -> bool:
             what = f"it holds {first.key}, and neither {layout.MARKER} nor {layout.HEAD}"
             raise TakenPlaceError.at(bucket.url, what)
         raise _without_marker(bucket, first.key)
-    if (other := bucket.foreign()) is not None:
-        raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")
-    if (outer := bucket.outer()) is not None:
-        what = f"it lies inside {outer}, which is a remote or a store"
-        raise TakenPlaceError.at(bucket.url, what)
+    if (obstacle := bucket.obstacle()) is not None:
+        raise TakenPlaceError.at(bucket.url, obstacle)
     return True
 
 

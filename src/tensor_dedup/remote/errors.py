@@ -1,8 +1,8 @@
 """The errors about remotes. Their messages name objects by URLs, and contain no credentials.
 
 RemoteError
-  - caused by use: RemoteUrlError, NotARemoteError, NoBucketError,
-                   TakenPlaceError (and FormerRemoteError), ReadOnlyRemoteError, UnlistedRemoteError
+  - caused by use: RemoteUrlError, NotARemoteError (and TakenPlaceError, FormerRemoteError),
+                   ReadOnlyRemoteError, UnlistedRemoteError
   - environment:   RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
                    NoConditionsError
 
@@ -72,12 +72,6 @@ class NotARemoteError(RemoteError):
             return super().at(path, what, **facts)
         advice = "check the URL: it is that of the folder in which FORMAT and refs are"
         return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
-
-
-class NoBucketError(NotARemoteError):
-    """The bucket does not exist, and a push does not create buckets."""
-
-    advice = "check its name; if it is right, create the bucket with its provider's own tools"
 
 
 class TakenPlaceError(NotARemoteError):

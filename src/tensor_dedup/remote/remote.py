@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from tensor_dedup.remote import layout, sweep, upkeep, verify
-from tensor_dedup.remote.buckets import Bucket, FolderBucket, ObjectStatus
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
@@ -16,6 +16,7 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
     UnlistedRemoteError,
 )
+from tensor_dedup.remote.folder_bucket import FolderBucket
 from tensor_dedup.remote.lease import LEASE_S
 from tensor_dedup.remote.manifests import (
     RemoteManifest,

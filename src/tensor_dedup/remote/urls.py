@@ -1,15 +1,19 @@
-"""Parse URLs of remotes: folders, object storage and plain web servers. No I/O."""
+"""Open buckets by URL: folders, object storage and plain web servers. No I/O."""
 
 import re
 from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from tensor_dedup.remote.buckets import WEB, Bucket, FolderBucket, ServerBucket
+from tensor_dedup.errors import NotInstalledError
+from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import RemoteUrlError
+from tensor_dedup.remote.folder_bucket import FolderBucket
 from tensor_dedup.store.files import Files
+from tensor_dedup.suggestions import install_hint
 
 _SERVERS: Final = ("s3", "gs", "az")
+_WEB: Final = ("http", "https")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
@@ -57,12 +61,21 @@ def open_bucket(url: str, files: Files) -> Bucket:
             raise RemoteUrlError.at(f"{scheme}://...", what)
         return _folder(unquote(parts.path), files)
     # Of a URL of another form nobody knows where its secrets stand.
-    if scheme not in (*_SERVERS, *WEB):
+    if scheme not in (*_SERVERS, *_WEB):
         raise RemoteUrlError.at(f"{scheme}://...", f"no remote has the scheme {scheme!r}")
     if not parts.netloc:
         raise RemoteUrlError.at(f"{scheme}://...", "it names no host or bucket")
     _check_place(url, parts)
-    return ServerBucket(url.rstrip("/"))
+    return _server(scheme, url.rstrip("/"))
+
+
+def _server(scheme: str, url: str) -> Bucket:
+    try:
+        from tensor_dedup.remote.server_bucket import ServerBucket, WebBucket
+    except ImportError as error:
+        what = f"needs obstore, which is not installed; {install_hint('remote')}"
+        raise NotInstalledError(f"{url}: {what}", url=url) from error
+    return WebBucket(url) if scheme in _WEB else ServerBucket(url)
 
 
 def _check_place(url: str, parts: SplitResult) -> None:
@@ -90,4 +103,8 @@ def _folder(path: str, files: Files) -> FolderBucket:
     if path == "~" or path.startswith("~/"):
         # It would be a folder of this name.
         raise RemoteUrlError.at(path, "no shell has replaced the ~; write the path in full")
-    return FolderBucket(Path(path).absolute(), files)
+    try:
+        return FolderBucket(Path(path).absolute(), files)
+    except FileNotFoundError:
+        what = "it is relative, and the working folder is gone"
+        raise RemoteUrlError.at(path, what) from None

@@ -59,6 +59,7 @@ pytest.importorskip("requests")
 
 SCHEMA = Path(__file__).with_name("data") / "modelpack-config-schema.json"
 MODEL = "application/vnd.cncf.model"
+CHUNK = 100 * KIB
 
 
 @pytest.fixture(scope="module")
@@ -745,7 +746,16 @@ class Nothing:
         return Response(404, {}, b'{"errors": [{"code": "MANIFEST_UNKNOWN"}]}')
 
 
-@pytest.mark.parametrize("verb", ["push", "pull"])
+class Limited(RealS3):
+    """A registry that takes so many bytes in a request at most."""
+
+    def answer(self, request: Request) -> Response:
+        if len(request.body) > CHUNK:
+            return Response(413, {}, b"{}")
+        return super().answer(request)
+
+
+@pytest.mark.parametrize("verb", ["push", "push in chunks", "pull"])
 @pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
 def test_whatever_befalls_a_request_nothing_is_lost(
     tmp_path: Path, proxy: Proxy, full: Store, verb: str, step: int, monkeypatch: Any
@@ -753,7 +763,9 @@ def test_whatever_befalls_a_request_nothing_is_lost(
     monkeypatch.setattr("tensor_dedup.remote.oci.connection._PAUSE_S", 0.001)
     monkeypatch.setattr("tensor_dedup.remote.oci.push._AT_ONCE", 1)
     monkeypatch.setattr("tensor_dedup.remote.pieces._AHEAD", 1)
-    gate, numbers = FaultyProxy(RealS3(proxy.port)), iter(range(10**6))
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PART_BYTES", CHUNK)
+    upstream = (Limited if verb == "push in chunks" else RealS3)(proxy.port)
+    gate, numbers = FaultyProxy(upstream), iter(range(10**6))
     clean, spoilt = registries.host(proxy), f"127.0.0.1:{gate.port}"
 
     def start() -> tuple[str, Store]:
@@ -767,12 +779,13 @@ def test_whatever_befalls_a_request_nothing_is_lost(
 
     def work(path: str, here: Store) -> None:
         url = f"oci://{spoilt}/{path}"
-        full.push(url, "base") if verb == "push" else here.pull(url, "base")
+        here.pull(url, "base") if verb == "pull" else full.push(url, "base")
 
     gate.arm()
     work(*start())
     names = list(gate.requests)
     assert len(names) > 3
+    assert (sum(name.startswith("PATCH") for name in names) > 1) == (verb == "push in chunks")
     every = [(n, f) for n, name in enumerate(names) for f in FAULTS if possible(name, f)]
     for number, fault in every[::step]:
         case = (number, names[number], fault)
@@ -792,5 +805,5 @@ def test_whatever_befalls_a_request_nothing_is_lost(
         work(path, here)
         other.pull(f"oci://{clean}/{path}", "base")
         assert stored(other, "base") == content(tmp_path / "base"), case
-        assert verb == "push" or stored(here, "base") == content(tmp_path / "base"), case
+        assert verb != "pull" or stored(here, "base") == content(tmp_path / "base"), case
     gate.close()

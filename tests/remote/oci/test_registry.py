@@ -96,6 +96,7 @@ NAME = ArtifactName("registry.example", "team/base", "v1")
         "[]",
         '{"auths": null}',
         '{"auths": {"registry.example": "hidden-word"}}',
+        '{"auths": {"registry.example": {"auth": "hidden-word\\n"}}}',
     ],
 )
 def test_a_broken_configuration_is_named(

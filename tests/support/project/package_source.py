@@ -66,7 +66,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("reading", "writing", "steps", "upkeep", "store", "interchange"),
     ),
     "remote": (
-        *("errors", "environment", "traffic", "layout", "answers", "buckets", "urls"),
+        *("errors", "environment", "layout", "buckets", "answers", "folder_bucket"),
+        *("server_bucket", "urls"),
         *("lease", "results", "catalog", "conditions", "loads", "manifests", "pieces", "locate"),
         *("push", "pull", "inventory", "sweep", "verify", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),

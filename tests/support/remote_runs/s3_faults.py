@@ -24,7 +24,7 @@ from xml.sax.saxutils import escape
 
 from remote_runs.remotes import Listener, MemoryBucket, Proxy
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.buckets import ServerBucket
+from tensor_dedup.remote.server_bucket import ServerBucket
 
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>'
 _DATED: Final = {"Last-Modified": formatdate(0, usegmt=True)}
@@ -458,7 +458,7 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
     """A bucket of the server at a port, by obstore, which tries again without a pause."""
     from obstore.store import S3Store
 
-    def store(retries: int) -> S3Store:
+    def opened(url: str, *, sending: bool, once: bool) -> S3Store:
         return S3Store(
             "bucket",
             prefix=prefix,
@@ -468,7 +468,7 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
             secret_access_key="testing-secret-key",
             client_options={"allow_http": True, "timeout": "30s"},
             retry_config={
-                "max_retries": retries,
+                "max_retries": 0 if once else retries,
                 "retry_timeout": timedelta(seconds=20),
                 "backoff": {
                     "init_backoff": timedelta(milliseconds=1),
@@ -478,7 +478,7 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
             },
         )
 
-    return ServerBucket(f"s3://bucket/{prefix or ''}", store=store(retries), once=store(0))
+    return ServerBucket(f"s3://bucket/{prefix or ''}", opened)
 
 
 class Wire:

@@ -131,8 +131,8 @@ def unpack(folder: Path, stream: ChunkStream, packing: str, files: Files, layer:
         UnsupportedError: The archive has a sparse file, a member other than a file, a folder or a
             link to a file, a name or link target of more than 4096 characters, or more than 10,000
             links.
-        DamagedRemoteError: A file's name leads out of the folder, the bytes are not an archive, or
-            the archive is incomplete.
+        DamagedRemoteError: A file's name leads out of the folder or is there twice, the bytes are
+            not an archive, or the archive is incomplete.
     """
     source: Any = stream
     if packing == "zst":
@@ -163,46 +163,26 @@ class _Unpacking:
 
     def __init__(self, folder: Path, files: Files, layer: str) -> None:
         self._folder, self._files, self._layer = folder, files, layer
-        self._links: dict[str, str] = {}
-        self._met = 0
-        self._written = set[str]()
+        self._links, self._written = dict[str, str](), set[str]()
 
     def take(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
         """Write a file, or note where a link leads."""
         if max(len(entry.name), len(entry.linkname)) > _NAME_CHARS:
             raise self._unsupported(f"{_shown(entry.name)} in it has a name or a target too long")
-        name = entry.name.removeprefix("./")
-        path = posixpath.normpath(name)
-        if entry.isdir():
-            return
-        if path in self._written:  # of what is there twice the last counts
-            with remote_damage(self._layer) as where:
-                self._files.unlink(self._folder / check_path(path, where))
-            self._written.discard(path)
-        self._links.pop(path, None)
-        # Each that leads to a file is a copy of it, whether it is made at once or at the end.
-        self._met += entry.islnk() or entry.issym()
-        if self._met > _MOST_LINKS:
-            raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
-        if entry.islnk():
-            target = posixpath.normpath(entry.linkname)
-            if target in self._written:
-                # The file as it is now: what comes later under its name is another one.
-                self._copy(target, name)
-            else:
-                self._links[path] = target
-        elif entry.issym():
-            self._links[path] = posixpath.normpath(
-                posixpath.join(posixpath.dirname(name), entry.linkname)
-            )
+        name = posixpath.normpath(entry.name)
+        if entry.islnk() or entry.issym():
+            folder = posixpath.dirname(name) if entry.issym() else ""
+            self._links[name] = posixpath.normpath(posixpath.join(folder, entry.linkname))
+            if len(self._links) > _MOST_LINKS:
+                raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
         elif (data := archive.extractfile(entry) if entry.isfile() else None) is not None:
             self._write(name, data)
-        else:
+        elif not entry.isdir():
             raise self._unsupported(f"{_shown(name)} in it is neither a file nor a link to one")
 
     def follow(self) -> None:
         """Write what links lead to, under their names."""
-        left = dict(self._links)
+        left = self._links
         while left:
             ready = {name: target for name, target in left.items() if target in self._written}
             if not ready:
@@ -210,14 +190,11 @@ class _Unpacking:
                 what = f"{_shown(name)} is a link to {_shown(target)}"
                 raise self._unsupported(f"{what}, which is no file of the archive")
             for name, target in ready.items():
-                self._copy(target, name)
+                self._write(name, ChunkStream(content_of(self._files, self._folder / target)))
                 del left[name]
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(f"{self._layer}: {what}; {_OTHERWISE}", url=self._layer)
-
-    def _copy(self, target: str, name: str) -> None:
-        self._write(name, ChunkStream(content_of(self._files, self._folder / target)))
 
     def _write(self, name: str, stream: Any) -> None:
         self._written.add(write_file(self._folder, name, stream, self._files, self._layer))

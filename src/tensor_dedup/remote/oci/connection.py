@@ -18,10 +18,10 @@ from urllib.parse import urlencode, urljoin, urlsplit
 import msgspec
 
 from tensor_dedup.errors import NotInstalledError
-from tensor_dedup.remote.buckets import scrubbed
+from tensor_dedup.remote.buckets import Traffic
+from tensor_dedup.remote.environment import scrubbed
 from tensor_dedup.remote.errors import RemoteAccessError, RemoteUnreachableError
 from tensor_dedup.remote.oci.credentials import basic_credential
-from tensor_dedup.remote.traffic import Traffic
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.suggestions import install_hint
 

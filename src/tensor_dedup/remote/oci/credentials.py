@@ -10,7 +10,7 @@ import os
 import subprocess
 from base64 import b64encode
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -23,8 +23,12 @@ _log = logging.getLogger(__name__)
 _HELPER_S: Final = 120.0
 
 
+# As base64 writes it: the message about a header that cannot be sent would show it.
+_Auth = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9+/=_-]*\Z")]
+
+
 class _Entry(msgspec.Struct):
-    auth: str | None = None
+    auth: _Auth | None = None
 
 
 class _Configuration(msgspec.Struct, rename="camel"):

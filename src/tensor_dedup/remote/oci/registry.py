@@ -8,6 +8,7 @@ import errno
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 from urllib.parse import urlencode, urljoin, urlsplit
@@ -40,6 +41,8 @@ MANIFEST_BYTES: Final = 4 << 20
 # GitHub's registry takes no larger chunk. Elsewhere so small ones are slow: object storage behind a
 # registry takes parts of 5 MiB at least.
 _PART_BYTES: Final = 4 << 20
+# A chunk is in memory; what a registry says that it takes at least is believed up to this.
+_MOST_PART_BYTES: Final = 64 << 20
 _HOST: Final = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 _PART: Final = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY: Final = re.compile(f"{_PART}(/{_PART})*")
@@ -325,8 +328,10 @@ class RegistryRepository:
 
     def _send_parts(self, answer: Answer, digest: str, content: Body) -> Answer:
         """Send a blob in chunks, each to where the answer before it says."""
-        least = answer.headers.get("OCI-Chunk-Min-Length", "")
-        size, at = max(_PART_BYTES, int(least) if least.isdecimal() else 0), 0
+        size, at = _PART_BYTES, 0
+        with suppress(ValueError):
+            least = int(answer.headers.get("OCI-Chunk-Min-Length", ""))
+            size = max(size, min(least, _MOST_PART_BYTES))
         for part in content.in_parts(size):
             headers = {**_BYTES, "Content-Range": f"{at}-{at + len(part) - 1}"}
             url = self._place(answer, digest)
