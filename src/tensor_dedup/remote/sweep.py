@@ -300,7 +300,8 @@ def _execute(
 
 def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
     """Whether nobody wrote it in between, for equal bytes have equal tags."""
-    return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
+    is_equal = (one.size, one.tag) == (other.size, other.tag)
+    return is_equal and abs(one.modified - other.modified) < _CLOCK_S
 
 
 def _leave(bucket: Bucket, deletion: Deletion | None, late: Collection[str], began: float) -> None:
