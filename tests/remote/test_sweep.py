@@ -107,6 +107,10 @@ def test_a_sweep_that_deletes_nothing_condemns_beside_another_one(
     assert trash.deletion == entered
     assert not deletion & trash.condemned.keys()
     assert trash.condemned
+    listed = {*map(layout.container_key, catalog_of(bucket).containers)}
+    assert listed
+    assert containers_in(deletion) & bucket.objects.keys()
+    assert not listed & deletion
     with pytest.raises(RemoteBusyError):  # that one may be at work still
         full.push(Remote(bucket), "tune")
 
