@@ -18,6 +18,7 @@ from tensor_dedup.remote.catalog import (
     Trash,
     catalog_of,
     commit,
+    note_damage,
     read_table,
     with_more,
 )
@@ -220,42 +221,38 @@ def test_a_delta_whose_base_is_condemned_is_not_relied_on(
     assert_whole(tmp_path, bucket, "tune", "more")
 
 
-def test_a_container_without_doubt_is_kept_for_what_a_doubtful_one_holds_too(
-    tmp_path: Path,
+@pytest.mark.parametrize("doubt", ["condemned", "damaged", "being deleted"])
+def test_no_container_that_is_doubtful_is_kept_in_place_of_another_one(
+    tmp_path: Path, doubt: str
 ) -> None:
-    """Be it condemned, or damaged: though it holds more, and would be kept by itself."""
-    for is_damaged in (False, True):
-        bucket, store = MemoryBucket(), open_store(tmp_path / f"store-{is_damaged}")
-        remote, a = Remote(bucket), noise(1, 30_000)
-        for name, tensors in {"both": {"a": a, "b": noise(2, 30_000)}, "one": {"a": a}}.items():
-            path = tmp_path / f"{name}-{is_damaged}"
-            store.import_(write(path, {"m.safetensors": safetensors(u8(**tensors))}), name)
-        store.push(remote, "both")
-        (doubtful,) = containers_in(frozenset(bucket.objects))
-        if is_damaged:
-            blob, *rest = bucket.objects[doubtful]
-            bucket.objects[doubtful] = (bytes(len(blob)), *rest)  # type: ignore[assignment]
-            assert not remote.verify(full=True).fine
-            store.push(remote, "one")
-        else:
-            remote.delete("both")
-            bucket.clock += 25 * HOUR
-            assert doubtful in remote.gc(24).condemn
-            # Without the catalog's entry, as one who had read it before.
-            other = MemoryBucket()
-            store.push(Remote(other), "one")
-            bucket.objects |= {
-                key: found
-                for key, found in other.objects.items()
-                if not key.startswith(layout.CATALOG) and key not in bucket.objects
-            }
-        (sound,) = containers_in(frozenset(bucket.objects)) - {doubtful}
-        if is_damaged:
-            remote.delete("both")
-        bucket.clock += 25 * HOUR
-        done = remote.gc(24)
-        assert sound not in done.condemn
-        assert doubtful in ((*done.condemn, *done.delete))
+    """Though it holds all of what two others hold, and would be kept by itself."""
+    bucket, other = MemoryBucket(), MemoryBucket()
+    remote, store = Remote(bucket), open_store(tmp_path / "store")
+    a, b = noise(1, 30_000), noise(2, 30_000)
+    for name, tensors in {"both": {"a": a, "b": b}, "one": {"a": a}, "two": {"b": b}}.items():
+        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+        store.import_(path, name)
+    store.push(remote, "both")
+    (doubtful,) = containers_in(frozenset(bucket.objects))
+    store.push(Remote(other), "one")
+    store.push(Remote(other), "two")
+    assert len(containers_in(frozenset(other.objects))) == 2
+    for key, found in other.objects.items():  # as if sent by a push that did not know the first
+        if not key.startswith((layout.CATALOG, layout.MARKER)):
+            bucket.objects[key] = found
+    alone = bucket.copied()
+    Remote(alone).delete("both")
+    assert doubtful not in Remote(alone).gc(0, dry_run=True).delete, "nobody doubts it"
+    remote.delete("both")
+    if doubt == "condemned":
+        set_trash(bucket, Trash({doubtful: int(bucket.clock)}))
+    elif doubt == "damaged":
+        note_damage(bucket, [doubtful])
+    else:
+        set_trash(bucket, Trash({}, Deletion(int(bucket.clock - HOUR), [doubtful])))
+    deleted = {*remote.gc(0).delete}
+    assert containers_in(frozenset(deleted)) == {doubtful}
+    assert_whole(tmp_path, bucket, "one", "two")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -82,18 +82,20 @@ def verify(
     * With `full`, intact containers that were noted as damaged are added to the catalog again.
     * Entries in the catalog that differ from the tables are corrected.
     * Lost manifests and manifest pages are noted in the catalog.
+
+    Raises:
+        NotARemoteError: There is no remote.
+        NewerFormatError: The catalog has a later version.
+        FormerRemoteError: The catalog has a format earlier than version 1.
     """
     faults = list[RemoteFault]()
     if (what := restore_marker(bucket)) is not None:
         faults.append(RemoteFault(bucket.at(layout.MARKER), what))
     try:  # before the rest is listed: what it names then has been there for a while
-        before = read_catalog(bucket)
-    except AWAY:
-        raise
-    except StoreError as error:
+        before = read_catalog(bucket) or Catalog()
+    except (DamagedRemoteError, MissingRemoteError) as error:
         faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
-        before = None
-    before = Catalog() if before is None else before
+        before = Catalog()
     found = take_inventory(bucket)
     faults += found.problems
     faults += _mended_tables(bucket, before, found)
