@@ -43,6 +43,8 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
 )
 from tensor_dedup.remote.inventory import take_inventory
+from tensor_dedup.remote.pull import open_pulled
+from tensor_dedup.remote.results import SilentTransfer
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
@@ -281,6 +283,37 @@ def two(tmp_path: Path) -> tuple[LocalStore, MemoryBucket]:
             run.save({"embedding": model(step)["embedding"]}, step)
             transfer.push(run.store, Remote(bucket), f"run@{step}")
     return run.store, bucket
+
+
+@pytest.mark.parametrize("afresh", [True, False])
+def test_what_is_pulled_afresh_does_not_rely_on_what_is_here(
+    tmp_path: Path, two: tuple[LocalStore, MemoryBucket], afresh: bool
+) -> None:
+    """What a tensor is stored against may be damaged here, too."""
+    store, bucket = two
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@1")
+    [base] = {record.base for record in in_parts(other).values()}
+    objects = other.handle.objects
+    for container, table in all_tables(other).items():
+        path = objects.layout.container(container.name, container.kind)
+        blob = bytearray(path.read_bytes())
+        for record in table.records:
+            if record.digest == base:
+                blob[record.offset + record.stored // 2] ^= 1
+                path.write_bytes(blob)
+    with other.handle.session() as (index, hasher):
+        here = objects, index, hasher
+        opened = open_pulled(bucket, "run@1", here, SilentTransfer(), afresh=afresh)
+    with opened as checkpoint, store.checkpoint("run@1") as right:
+        [tensor] = [t for t in right if t.nbytes == len(BASE)]
+        digest_ = bytes.fromhex(tensor.digest)
+        if afresh:
+            read = checkpoint.read_piece(digest_, 0, tensor.nbytes, tensor.nbytes)
+            assert read == right.read_piece(digest_, 0, tensor.nbytes, tensor.nbytes)
+        else:
+            with pytest.raises(CorruptTensorError):
+                checkpoint.read_piece(digest_, 0, tensor.nbytes, tensor.nbytes)
 
 
 def without(bucket: MemoryBucket, digest_: bytes) -> None:

@@ -56,7 +56,7 @@ class Locator:
         self._ends: dict[object, int] = {}
 
     def places(
-        self, missing: Mapping[bytes, int], names: Mapping[bytes, str], index: StoreIndex
+        self, missing: Mapping[bytes, int], names: Mapping[bytes, str], index: StoreIndex | None
     ) -> Places:
         """Return where to read the `missing` pieces, and the bases that have to come with them.
 
@@ -64,7 +64,8 @@ class Locator:
           is chosen that costs least. A delta is chosen only if each of its bases is in the store or
           has a copy on the remote that is no delta.
         * `names` maps digests to names of tensors, for messages.
-        * `index` is that of the store that is pulled into.
+        * `index` is that of the store that is pulled into. If it is None, nothing in the store is
+          relied on: all bases come along.
 
         Raises:
             MissingRemoteError: A piece, or what it is stored against, is nowhere on the remote.
@@ -100,7 +101,7 @@ class Locator:
 
     # The catalog
 
-    def _located(self, missing: Mapping[bytes, int], index: StoreIndex) -> Places:
+    def _located(self, missing: Mapping[bytes, int], index: StoreIndex | None) -> Places:
         first: StoreError | None = None
         for catalog in self._catalogs():
             try:
@@ -145,7 +146,9 @@ class Locator:
 
     # The pieces
 
-    def _found(self, catalog: Catalog, missing: Mapping[bytes, int], index: StoreIndex) -> Places:
+    def _found(
+        self, catalog: Catalog, missing: Mapping[bytes, int], index: StoreIndex | None
+    ) -> Places:
         nowhere = set[bytes]()  # of what others are stored against
 
         def options(digest: bytes) -> list[Place]:
@@ -156,7 +159,7 @@ class Locator:
             if lost:
                 raise self._missing_error(catalog, lost[0], nowhere)
             every = {digest: options(digest) for digest in missing}
-            here = _alone_here(index, every.values()) - missing.keys()
+            here = _alone_here(index, every.values()) if index is not None else set[bytes]()
             there = here | missing.keys()
             places = {
                 digest: min(held, key=lambda place: _cost(place[1], there))

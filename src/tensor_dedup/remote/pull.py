@@ -123,7 +123,8 @@ def open_pulled(
 
     `here` has the objects, the index and the hasher of an open session of the store. The store gets
     no name for the checkpoint, so a gc may delete the pieces after the result is closed. With
-    `afresh`, pieces that the store has are pulled too, because these may be damaged.
+    `afresh`, pieces that the store has are pulled too, with what they are stored against, because
+    these may be damaged.
 
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name.
@@ -137,7 +138,10 @@ def open_pulled(
         missing = _missing(bucket, transfer, found)
         wanted = _sizes(found) if afresh else missing
         progress.saved(sum(_sizes(found).values()) - sum(wanted.values()))
-        _fetch(bucket, Locator(bucket), found, wanted, (objects, index), transfer, progress)
+        _fetch(
+            *(bucket, Locator(bucket), found, wanted, (objects, index), transfer, progress),
+            afresh=afresh,
+        )
         transfer.complete()
     return StoredCheckpoint(objects, index, name, (found.manifest, found.content, found.pieces))
 
@@ -246,8 +250,12 @@ def _fetch(
     here: tuple[Objects, StoreIndex],
     transfer: Transfer,
     progress: TransferListener,
+    *,
+    afresh: bool = False,
 ) -> Places:
     """Locate and download the `missing` pieces; return where they were, with bases that came along.
+
+    With `afresh`, all bases come along, though the store may have them.
 
     What proves to be missing or damaged is looked for elsewhere. Where it is nowhere else, what has
     come is kept.
@@ -256,7 +264,7 @@ def _fetch(
     arrived, lost = Places(), None
     while left := {d: nbytes for d, nbytes in missing.items() if d not in arrived}:
         try:
-            places = locator.places(left, names, here[1])
+            places = locator.places(left, names, None if afresh else here[1])
         except UNREADABLE as error:
             raise lost or error from None
         came, errors = _download(bucket, places, names, here, transfer, progress)
