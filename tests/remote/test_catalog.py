@@ -94,7 +94,7 @@ def test_what_is_written_is_read() -> None:
     write_catalog(bucket, entries, trash, frozenset({"manifests/00/1"}))
     found = read(bucket)
     assert {*found.containers.values()} == {*entries}
-    assert (found.trash, found.damaged) == (trash, {"manifests/00/1"})
+    assert (found.trash, found.damaged) == (trash, frozenset({"manifests/00/1"}))
     assert found.trash.deleting == {"trash/1", "tables/2"}
     assert noted_damage(bucket) == {"manifests/00/1"}
     assert found.tag == catalog.tag_of(bucket)

@@ -22,7 +22,7 @@ from tensor_dedup.remote.errors import (
     ReadOnlyRemoteError,
     RemoteUnreachableError,
 )
-from tensor_dedup.remote.layout import PROBE, TEXT_BYTES
+from tensor_dedup.remote.layout import PROBE
 
 # What is in the folder of a remote: the first parts of keys, and what conditions need.
 OWN_NAMES: Final = {
@@ -138,14 +138,6 @@ class Bucket(ABC):
         Raises:
             DamagedRemoteError: The object is larger than `limit` bytes.
         """
-
-    def still_has(self, key: str, tag: str) -> bool:
-        """Request an object again, and return whether it still has the `tag` that `get` returned.
-
-        Returns False if there is no object any more.
-        """
-        found = self.get(key, TEXT_BYTES)
-        return found is not None and found[1] == tag
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> memoryview:

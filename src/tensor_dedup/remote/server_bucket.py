@@ -142,25 +142,11 @@ class ServerBucket(Bucket):
                         return f"it lies inside {above.url}, which is a remote"
         return None
 
-    def still_has(self, key: str, tag: str) -> bool:
-        # docstring inherited
-        try:
-            found = self._get(key, TEXT_BYTES, json.loads(tag).get("e_tag"))
-        except exceptions.PreconditionError:
-            self.traffic.add()
-            return False
-        return found is not None and found[1] == tag
-
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited
-        return self._get(key, limit)
-
-    def _get(self, key: str, limit: int, e_tag: str | None = None) -> tuple[bytes, str] | None:
-        options: Any = None if e_tag is None else {"if_match": e_tag}
-        expected = () if e_tag is None else (exceptions.PreconditionError,)
         try:
-            with self._translated(key, *expected):
-                found = obstore.get(self._store, key, options=options)
+            with self._translated(key):
+                found = obstore.get(self._store, key)
                 size = found.meta["size"]
                 if size > limit:
                     raise too_large(self.at(key), size, limit)
