@@ -250,9 +250,11 @@ def test_nothing_is_lost_and_nothing_hangs(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "delete"])
-def test_holders_are_among_the_requests_that_are_struck(scene: Scene, verb: str) -> None:
-    wanted = {"pull": "GET", "gc": "LIST"}.get(verb, "PUT")
-    assert any(name.startswith(f"{wanted} holders") for name in scene.requests(verb))
+def test_those_of_the_catalog_are_among_the_requests_that_are_struck(
+    scene: Scene, verb: str
+) -> None:
+    wanted = "GET" if verb == "pull" else "PUT"
+    assert any(name.startswith(f"{wanted} catalog/") for name in scene.requests(verb))
 
 
 @pytest.mark.long
