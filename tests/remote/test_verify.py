@@ -84,7 +84,7 @@ def test_what_a_sweep_is_deleting_is_no_damage(store: Store, full: bool) -> None
     deletions = [n for n, call in enumerate(probe.calls) if call.startswith("delete ")]
     for number in deletions:
         inner = last.copied()
-        verified = []
+        verified = list[bool]()
 
         def verify(inner: MemoryBucket = inner, verified: list[bool] = verified) -> None:
             tables = {key for key in inner.objects if key.startswith(layout.TABLES)}
