@@ -9,7 +9,7 @@ import pytest
 
 from remote_runs import remotes
 from remote_runs.bounds import assert_priced, held_pieces
-from remote_runs.remotes import MemoryBucket, Proxy
+from remote_runs.remotes import Faulty, MemoryBucket, Proxy
 from store_runs.stores import (
     KIB,
     MIB,
@@ -262,6 +262,38 @@ def test_a_step_that_was_replaced_there_is_not_taken_for_the_one_here(
         one.pull(remote, "run")
     one.pull(remote, "run", replace=True)
     assert one.manifest("run@1") == two.manifest("run@1")
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_name_that_is_taken_while_pieces_travel_is_replaced_only_on_request(
+    tmp_path: Path, full: Store, replace: bool
+) -> None:
+    bucket, other = MemoryBucket(), open_store(tmp_path / "other")
+    full.push(Remote(bucket), "base")
+    probe = Faulty(bucket)
+    open_store(tmp_path / "probe").pull(Remote(probe), "base")
+    at = next(n for n, call in enumerate(probe.calls) if call.startswith("get_range"))
+
+    def meanwhile() -> None:
+        open_store(other.path).import_(tmp_path / "tiny", "base")
+
+    gate = Faulty(bucket, at, meanwhile=meanwhile)
+    if replace:
+        other.pull(Remote(gate), "base", replace=True)
+    else:
+        with pytest.raises(RemoteNameTakenError, match="another checkpoint here"):
+            other.pull(Remote(gate), "base")
+    assert gate.struck
+    assert stored(other, "base") == content(tmp_path / ("base" if replace else "tiny"))
+
+
+def test_nothing_travels_where_the_name_is_taken(tmp_path: Path, full: Store) -> None:
+    gate, other = Faulty(MemoryBucket()), open_store(tmp_path / "other")
+    full.push(Remote(gate.inner), "base")
+    other.import_(tmp_path / "tiny", "base")
+    with pytest.raises(RemoteNameTakenError):
+        other.pull(Remote(gate), "base")
+    assert {call.partition("/")[0] for call in gate.calls} == {"get refs"}
 
 
 def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
