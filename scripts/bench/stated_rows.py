@@ -45,6 +45,9 @@ GPT2: Final = Part(
 )
 
 
+WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
+
+
 @dataclass(frozen=True)
 class StatedRow:
     """A row: where it is stated, what measures it, and what is held to which aim.
@@ -249,5 +252,18 @@ ROWS: Final = (
         unit="ms",
         scale=1e-3,
         readme="saving ResNet-18 all of it changed (`torch.save` with fsync)",
+    ),
+    *(
+        StatedRow(
+            f"{verb}-{what}",
+            f"{verb} of a fine-tune with one new layer, beside 10,000 checkpoints: {what}",
+            WIRE,
+            f"{verb} of one layer, 10,000: {what}",
+            unit="MB" if what == "bytes" else "requests",
+            scale=1e6 if what == "bytes" else 1,
+            counted=True,
+        )
+        for verb in ("push", "pull")
+        for what in ("bytes", "requests")
     ),
 )
