@@ -200,6 +200,22 @@ def test_where_what_all_differ_from_is_lost_tables_are_read_and_no_more(
     assert {tables[f"GET {layout.table_key(each.name)}"] for each in others} <= {0, 1}
 
 
+def test_no_byte_of_a_delta_that_is_wrong_comes_through(tmp_path: Path) -> None:
+    """Also where it can be decoded, to something else."""
+    bucket, there = pushed(tmp_path, near, compress="always"), open_store(tmp_path / "there")
+    there.pull(Remote(bucket), "run@0")
+    container = holder(bucket, piece(bucket, 1, "near"))
+    key, whole = layout.container_key(container), dict(bucket.objects)
+    [record] = [r for r in read_table(bucket, container.name).records if r.base is not None]
+    blob, tag, when = whole[key]
+    for at in range(record.offset, record.offset + record.stored, record.stored // 60):
+        bucket.objects[key] = (blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :], tag, when)
+        with pytest.raises(CorruptRemoteTensorError):
+            there.pull(Remote(bucket), "run@1")
+    assert there.names() == ["run@0"]
+    assert there.verify(full=True).fine
+
+
 def many(step: int) -> Model:
     return {f"w{n:02}": words(noise(1000 * step + n, 70 * KIB)) for n in range(24)}
 
