@@ -7,12 +7,15 @@ folder of its caller, and with files for its output.
 import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +34,56 @@ def run(
 
     With `reader_gone`, its output goes into a pipe that nobody reads any more.
     """
+    return start(*arguments, environ=environ, cwd=cwd, reader_gone=reader_gone).end()
+
+
+def start(
+    *arguments: str | Path,
+    environ: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    reader_gone: bool = False,
+    constants: Sequence[tuple[str, str, object]] = (),
+) -> "Started":
+    """The same while it runs; the next can be started when `end` was called.
+
+    `constants` are a module, a name in it and a value each, which the command finds there.
+    """
     server = _server()
     assert server.stdin is not None
-    assert server.stdout is not None
     command = [os.fspath(each) for each in arguments]
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        environment = dict(os.environ if environ is None else environ)
-        where = _CLOSED if reader_gone else out.name
-        order = [command, environment, str(cwd or Path.cwd()), where, err.name]
-        server.stdin.write(json.dumps(order) + "\n")
-        server.stdin.flush()
-        status = json.loads(server.stdout.readline())
-        texts = (Path(each.name).read_text() for each in (out, err))
-        return subprocess.CompletedProcess(["tensor-dedup", *command], status, *texts)
+    out, err = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115 (`end` does)
+    environment = dict(os.environ if environ is None else environ)
+    where = _CLOSED if reader_gone else out.name
+    order = [command, environment, str(cwd or Path.cwd()), where, err.name, [*constants]]
+    server.stdin.write(json.dumps(order) + "\n")
+    server.stdin.flush()
+    return Started(command, _answer(), (out, err))
+
+
+class Started:
+    """A command that runs, or has run until it was killed."""
+
+    def __init__(self, command: Sequence[str], pid: int, files: Sequence[Any]) -> None:
+        self._command, self._pid, self._files = command, pid, files
+
+    def kill(self) -> None:
+        """End it as kill -9 does."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def end(self) -> "subprocess.CompletedProcess[str]":
+        """Wait until it ends, and return what `run` does."""
+        status = _answer()
+        texts = []
+        for file in self._files:
+            texts.append(Path(file.name).read_text())
+            file.close()
+        return subprocess.CompletedProcess(["tensor-dedup", *self._command], status, *texts)
+
+
+def _answer() -> int:
+    server = _server()
+    assert server.stdout is not None
+    return int(server.stdout.readline())
 
 
 def document(*arguments: str | Path) -> dict[str, Any]:
@@ -72,8 +112,12 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _serve() -> None:
-    """Answer orders with the status of each command until there are no more."""
+    """Answer orders with the process and then the status of each until there are no more."""
     from tensor_dedup.cli import VERBS, main
+    from tensor_dedup.remote import transfer as transfer
+
+    with suppress(ImportError):
+        import obstore.store as obstore_store  # noqa: F401
 
     for verb in VERBS:
         main.get_command(click.Context(main), verb)  # which imports its module
@@ -81,15 +125,25 @@ def _serve() -> None:
         pid = os.fork()
         if pid == 0:
             _obey(*json.loads(line))
+        sys.stdout.write(f"{pid}\n")
+        sys.stdout.flush()
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         sys.stdout.write(f"{status}\n")
         sys.stdout.flush()
 
 
 def _obey(
-    command: Sequence[str], environment: Mapping[str, str], folder: str, out: str, err: str
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    out: str,
+    err: str,
+    constants: Sequence[tuple[str, str, object]],
 ) -> None:
     from tensor_dedup.cli import main
+
+    for module, name, value in constants:
+        setattr(import_module(module), name, value)
 
     os.environ.clear()
     os.environ.update(environment)

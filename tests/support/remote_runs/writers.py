@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,6 +53,7 @@ from tensor_dedup.remote.errors import (
     RemoteNameTakenError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.remote.sweep import RemoteGcPlan
 from tensor_dedup.store.format.names import file_of
 
 URL: Final = "s3://bucket"
@@ -280,8 +281,11 @@ class Slice:
             undo.enter_context(limited(self._lease_s))
             while time.monotonic() < until and not self.findings:
                 self._round(min(_ROUND_S, max(3.0, until - time.monotonic())))
-                self.findings += self._misfits()
-                self.findings += self._faults(sweeping=self.rounds % 2 == 0)
+                try:
+                    self.findings += self._misfits()
+                    self.findings += self._faults(sweeping=self.rounds % 2 == 0)
+                except StoreError:
+                    self.findings.append(traceback.format_exc())
                 self.rounds += 1
 
     def _strike(self, writer: int, dice: random.Random | None) -> Callable[[Request, int], None]:
@@ -409,23 +413,31 @@ class Slice:
         """Sweep all that is nobody's: then all is there that is somebody's, and no more."""
         if remote.bucket.get(layout.MARKER, 1 << 12) is None:
             return
+        # What a sweep that was killed has listed counts for as long as a lease here.
         if self._server.forward is not None:
-            # What a sweep that was killed has listed counts until then.
             self._server.forward(self._lease_s + 1)
             for _ in range(2):
                 self._server.forward(NORMAL_LEASE_S + 1)
-                remote.gc(NORMAL_LEASE_S / 3600)
+                self._sweep(remote, NORMAL_LEASE_S / 3600)
         else:
             time.sleep(self._lease_s + 1)
-            remote.gc(0)
+            self._sweep(remote, 0)
         yield from self._unlike(remote, "swept")
         yield from self._verified(remote, "swept", strict=True)
-        again = remote.gc(0)
+        again = self._sweep(remote, 0)
         # Segments and lists that the head named until it was written are the next sweep's to take.
         left = [key for key in (*again.condemn, *again.delete) if not layout.is_passing(key)]
         if left or again.waiting or again.young:
             yield f"a sweep has left {left}, {again.waiting} waiting and {again.young} young"
         yield from self._unlike(remote, "swept again")
+
+    def _sweep(self, remote: Remote, lease_hours: float) -> RemoteGcPlan:
+        """Sweep; where that takes longer than a sweep may, another one does the rest."""
+        for _ in range(10):
+            with suppress(RemoteBusyError):
+                return remote.gc(lease_hours)
+            time.sleep(self._lease_s + 1)
+        return remote.gc(lease_hours)
 
     def _lost(self, writer: int) -> Iterator[str]:
         """What a writer's own store has lost."""
