@@ -14,6 +14,8 @@ from tensor_dedup.remote import Remote, RemoteGcPlan, RemoteUsage, RemoteVerifyR
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import (
     CatalogChange,
+    Deletion,
+    Trash,
     catalog_of,
     commit,
     note_damage,
@@ -190,10 +192,16 @@ def swept_and_lost(store: Store, bucket: MemoryBucket) -> tuple[str, str]:
     return swept, other
 
 
-def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) -> None:
+@pytest.mark.parametrize("entered", [False, True])
+def test_the_table_of_what_a_sweep_deletes_is_not_written_again(
+    store: Store, entered: bool
+) -> None:
     """It deletes tables first; a catalog that is put together anew would name what is gone."""
     bucket = MemoryBucket()
     swept, _ = swept_and_lost(store, bucket)
+    if entered:
+        trash = Trash({}, Deletion(int(bucket.clock), [swept, table_of(swept)]))
+        commit(bucket, catalog_of(bucket), lambda now: CatalogChange((), (), trash, now.damaged))
     faults = Remote(bucket).verify().faults
     assert any(fault.affected for fault in faults)  # so pieces are looked for
     assert table_of(swept) not in bucket.objects
