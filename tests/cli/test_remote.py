@@ -242,6 +242,8 @@ def test_what_is_not_installed_is_installed_in_a_clone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, url: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
+    # Which other tests may have imported already.
+    monkeypatch.delitem(sys.modules, "tensor_dedup.remote.server_bucket", raising=False)
     done = run("push", "base", url, status=2)
     assert done.stderr.endswith(
         f"is not installed; in your clone of tensor-dedup, run `pip install '.[{extra}]'`\n"
