@@ -236,6 +236,10 @@ def test_a_gateway_that_keeps_one_condition_or_knows_no_missing_key_is_refused(
         with pytest.raises(NoConditionsError):
             conditions.prepare(remote.bucket)
         assert {key: blob for key, (blob, *_) in bucket.objects.items()} == before
+    if condition != "404" and push != "first":
+        with pytest.raises(NoConditionsError):
+            remote.delete("base")
+        assert {key: blob for key, (blob, *_) in bucket.objects.items()} == before
     proxy.close()
 
 

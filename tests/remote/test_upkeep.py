@@ -244,7 +244,7 @@ def test_a_kept_step_is_deleted_with_its_mark(tmp_path: Path, bucket: MemoryBuck
         assert "run-001@1" in Remote(bucket).names()
         Remote(bucket).delete("run-001@1")
         calls += 1
-    assert calls == 4
+    assert calls == 6
     for kept in (bucket, start):
         if kept is start:
             remote.delete("run-001@1")

@@ -9,7 +9,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import catalog_of, noted_damage
-from tensor_dedup.remote.conditions import check_remote
+from tensor_dedup.remote.conditions import check_remote, check_still
 from tensor_dedup.remote.errors import RemoteBusyError, UnknownRemoteNameError
 from tensor_dedup.remote.inventory import AWAY, take_inventory
 from tensor_dedup.remote.manifests import (
@@ -136,8 +136,10 @@ def delete(bucket: Bucket, name: str) -> None:
     Raises:
         UnknownRemoteNameError: The remote has no checkpoint of this name, or it is the name of the
             mark of a step that is there.
+        NoConditionsError: The server does not keep conditions of writes; nothing was written.
         RemoteBusyError: Other writers kept changing the name.
     """
+    check_still(bucket)
     if (kept := marked_by(name)) is not None and find_ref(bucket, kept) is not None:
         check_no_mark(bucket, name)
     step = parse_step_name(name)
