@@ -17,13 +17,14 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=1, help="of the first slice")
     parser.add_argument("--slice", type=float, default=60.0, help="seconds of one slice")
     parser.add_argument("--lease", type=float, default=8.0, help="seconds of a short lease")
+    parser.add_argument("--lost", type=int, default=0, help="of so many answers one is lost")
     parser.add_argument("--keep", type=Path, help="where to keep the journals of what was found")
     given = parser.parse_args()
     until, number, found = time.monotonic() + 60 * given.minutes, given.number, 0
     total: Counter[str] = Counter()
     while (left := until - time.monotonic()) > 0:
         seconds = min(given.slice, left)
-        done = writers.run(given.server, number, seconds, given.lease, given.keep)
+        done = writers.run(given.server, number, seconds, given.lease, given.lost, given.keep)
         where = f"{given.server}, number {number}"
         say(f"{where}: {done.rounds} rounds, {done.kills} kills, {sum(done.counts.values())} done")
         for each in done.findings:

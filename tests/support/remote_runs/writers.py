@@ -63,8 +63,10 @@ NORMAL_LEASE_S: Final = 24 * 3600.0
 # One round, and how long it is between two kills at most.
 _ROUND_S: Final = 10.0
 _PAUSE_S: Final = 2.0
-# Of so many requests one is late, by a part of the lease at most: pushes and sweeps overlap.
+# Of so many requests one is late, by a part of the lease at most, and so many times as many of
+# those that commit something: so pushes and sweeps overlap where it counts.
 _LATE: Final = 32
+_COMMITS: Final = 8
 _LATE_SHARE: Final = 1 / 6
 # Who is to be killed is so at one of its next requests.
 _REQUESTS: Final = 24
@@ -252,11 +254,22 @@ def live(
         Writer(root, writer, number, lease_s).live()
 
 
-class Slice:
-    """Rounds of writers on one server, with one number for all that is drawn."""
+def is_commit(request: Request) -> bool:
+    """Whether a request writes under a condition."""
+    return "if-match" in request.headers or "if-none-match" in request.headers
 
-    def __init__(self, root: Path, server: VersionedServer, number: int, lease_s: float) -> None:
-        self._root, self._server, self._number, self._lease_s = root, server, number, lease_s
+
+class Slice:
+    """Rounds of writers on one server, with one number for all that is drawn.
+
+    Of so many answers as `lost` says one gets lost, more of those to commits; none if it is 0.
+    """
+
+    def __init__(
+        self, root: Path, server: VersionedServer, number: int, lease_s: float, lost: int
+    ) -> None:
+        self._root, self._server, self._number = root, server, number
+        self._lease_s, self._lost = lease_s, lost
         self._dice = random.Random(number)
         self._processes: list[Any] = []
         # For each writer that is to be killed, how many requests are left to it.
@@ -274,8 +287,7 @@ class Slice:
                 proxy = FaultyProxy(self._server.upstream)
                 undo.callback(proxy.close)
                 if writer is not None:
-                    dice = random.Random(f"{self._number} requests of {writer}")
-                    proxy.arm(before=self._strike(writer, dice), after=self._strike(writer, None))
+                    proxy.arm(before=self._before(writer), after=self._after(writer))
                 self._ports.append(proxy.port)
             undo.enter_context(real_servers.environment(s3_environment(self._ports[-1])))
             undo.enter_context(limited(self._lease_s))
@@ -288,19 +300,35 @@ class Slice:
                     self.findings.append(traceback.format_exc())
                 self.rounds += 1
 
-    def _strike(self, writer: int, dice: random.Random | None) -> Callable[[Request, int], None]:
-        """What happens to a writer's request, before it is carried out (with dice) and after."""
+    def _before(self, writer: int) -> Callable[[Request, int], None]:
+        """What happens to a writer or its request before that is carried out."""
+        dice = random.Random(f"{self._number} requests of {writer}")
 
         def strike(request: Request, number: int) -> None:
-            if writer in self._left:
-                self._left[writer] -= 1
-                if self._left[writer] < 0:
-                    self._processes[writer].kill()
-            if dice is not None and dice.randrange(_LATE) == 0:
+            self._count_down(writer)
+            if dice.randrange(_LATE // _COMMITS if is_commit(request) else _LATE) == 0:
                 # That of a process that was killed is carried out, too.
                 time.sleep(dice.random() ** 2 * self._lease_s * _LATE_SHARE)
 
         return strike
+
+    def _after(self, writer: int) -> Callable[[Request, int], None]:
+        """What happens when it has been carried out."""
+        dice = random.Random(f"{self._number} answers to {writer}")
+
+        def strike(request: Request, number: int) -> None:
+            self._count_down(writer)
+            lost = self._lost // _COMMITS if is_commit(request) else self._lost
+            if self._lost and dice.randrange(lost) == 0:
+                raise ConnectionResetError(request.name)
+
+        return strike
+
+    def _count_down(self, writer: int) -> None:
+        if writer in self._left:
+            self._left[writer] -= 1
+            if self._left[writer] < 0:
+                self._processes[writer].kill()
 
     def _start(self, writer: int) -> Any:
         environment = s3_environment(self._ports[writer])
@@ -363,6 +391,8 @@ class Slice:
             place = key.partition("/")[0]
             if place in ("containers", "manifests") and len({*held} - {None}) > 1:
                 yield f"{key} had several contents: {held}"
+            if key == layout.HEAD and len({*held}) < len(held):
+                yield f"{key} had a state again: {Counter(held).most_common(3)}"
 
     def _faults(self, *, sweeping: bool) -> Iterator[str]:
         """What is wrong with the remote and the stores, of which nobody writes now."""
@@ -374,7 +404,7 @@ class Slice:
         if sweeping:
             yield from self._swept(remote)
         for writer in range(WRITERS):
-            yield from self._lost(writer)
+            yield from self._lost_of(writer)
 
     def _there(self) -> dict[str, str]:
         """The last states of names that were not deleted."""
@@ -439,7 +469,7 @@ class Slice:
             time.sleep(self._lease_s + 1)
         return remote.gc(lease_hours)
 
-    def _lost(self, writer: int) -> Iterator[str]:
+    def _lost_of(self, writer: int) -> Iterator[str]:
         """What a writer's own store has lost."""
         path = self._root / f"store-{writer}"
         if not path.exists():
@@ -467,14 +497,16 @@ class Slice:
                 yield f"store of writer {writer}: {name} is {number}, after {later[0]}"
 
 
-def run(kind: str, number: int, seconds: float, lease_s: float, keep: Path | None = None) -> Slice:
+def run(
+    kind: str, number: int, seconds: float, lease_s: float, lost: int, keep: Path | None = None
+) -> Slice:
     """Do a slice on a server of its own; keep what it leaves, where something is found."""
     _SERVER.set_forkserver_preload(["obstore.store", __name__])
     with (
         memory_folder() as root,
         SERVERS[kind](root / "server") as server,
     ):
-        found = Slice(root, server, number, lease_s)
+        found = Slice(root, server, number, lease_s, lost)
         found.run(seconds)
         if found.findings and keep is not None:
             ignored = shutil.ignore_patterns("server")
