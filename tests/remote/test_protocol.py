@@ -218,6 +218,76 @@ def test_deleting_and_collecting_lose_nothing(
         assert Remote(inner).verify(full=True).fine
 
 
+class Overtaken(Faulty):
+    """A write of the reference `key` is carried out, another writer comes, the answer is lost."""
+
+    def __init__(self, inner: MemoryBucket, key: str, others: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._key, self._others = key, others
+        self.texts: list[bytes] = []
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        if key != self._key or self.texts:
+            return super().put_if(key, data, tag)
+        assert self.inner.put_if(key, data, tag)
+        self.texts.append(data)
+        self._others()
+        found = self.inner.get(key, 1 << 20)
+        assert found is not None
+        self.texts.append(found[0])
+        return False
+
+
+@pytest.mark.parametrize("verb", ["push", "delete"])
+def test_no_name_goes_back_to_what_another_writer_has_replaced(
+    tmp_path: Path, full: Store, based: MemoryBucket, verb: str
+) -> None:
+    other = open_store(tmp_path / "other")
+    other.import_(tmp_path / "tiny", "base")
+    full.rename("base", "old")
+    full.rename("tune", "base")
+    gate = Overtaken(based, "refs/base", lambda: other.push(Remote(based), "base", replace=True))
+    work = {
+        "push": lambda: full.push(Remote(gate), "base", replace=True),
+        "delete": lambda: Remote(gate).delete("base"),
+    }[verb]
+    with pytest.raises(RemoteBusyError, match="another writer changed 'base'"):
+        work()
+    assert len({*gate.texts}) == 2
+    assert based.objects["refs/base"][0] == gate.texts[1]
+    assert Remote(based).verify(full=True).fine
+
+
+def test_a_push_that_begins_again_does_not_undo_what_came_after_it(
+    tmp_path: Path, full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was late with its reference, and another writer replaced that meanwhile."""
+    from tensor_dedup.remote import push
+
+    other = open_store(tmp_path / "other")
+    other.import_(tmp_path / "tiny", "base")
+    full.rename("base", "old")
+    full.rename("tune", "base")
+    now = [0.0]
+    monkeypatch.setattr(push, "boottime", lambda: now[0])
+
+    class Slow(Faulty):
+        def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+            done = super().put_if(key, data, tag)
+            if key == "refs/base" and not now[0]:
+                other.push(Remote(based), "base", replace=True)
+                now[0] = push.LEASE_S
+            return done
+
+    gate = Slow(based)
+    full.push(Remote(gate), "base", replace=True)
+    assert now[0]
+    assert sum(call == "put_if refs/base" for call in gate.calls) == 1
+    there = open_store(tmp_path / "there")
+    there.pull(Remote(based), "base")
+    assert stored(there, "base") == content(tmp_path / "tiny")
+
+
 def test_two_pushers_lose_neither(full: Store, based: MemoryBucket) -> None:
     """The second one runs as a whole at each moment of the first."""
     calls = count(based, lambda remote: full.push(remote, "tune"))

@@ -178,6 +178,8 @@ class _Push:
         self._planner = Planner(self._sizes)
         # Names that were written too late to know that what they lead to is there.
         self._late: set[str] = set()
+        # Names that this push has written, late or not.
+        self._written: set[str] = set()
         # What each name stood for when it was looked at.
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._anchor_pieces = self._moved_bytes = 0
@@ -245,6 +247,9 @@ class _Push:
                 raise
             manifest = layout.damaged_state(found[1])
         tag = None if found is None else found[1]
+        if checkpoint.name in self._written and manifest != checkpoint.manifest:
+            # Another writer came after this push: to write it again would be to undo that.
+            return True, tag
         self._guard.check(manifest)
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
@@ -494,8 +499,7 @@ class _Push:
 
     def _refer(self, checkpoint: Outgoing, tag: str | None) -> None:
         """Commit: the name stands for the checkpoint from here on."""
-        bucket, key = self._bucket, layout.ref_key(checkpoint.name)
-        text = layout.reference(checkpoint.name, checkpoint.manifest)
+        bucket = self._bucket
 
         def check(there: str | None) -> None:
             if there is not None and not self._replace:
@@ -504,8 +508,8 @@ class _Push:
 
         with self._guard.lock():
             self._guard.check(self._seen.get(checkpoint.name))
-            if not bucket.put_if(key, text, tag):
-                refer(bucket, checkpoint.name, checkpoint.manifest, check)
+            write_ref(bucket, checkpoint.name, checkpoint.manifest, tag, check)
+        self._written.add(checkpoint.name)
 
 
 def refer(
@@ -513,22 +517,47 @@ def refer(
 ) -> None:
     """Make a checkpoint's name stand for `manifest`; if `manifest` is None, delete the name.
 
-    A deleted name keeps a reference, which marks it as deleted. `check` is called before each
-    attempt, and may raise an error to prevent the change. Its argument is the result of
-    `layout.state_of` for the existing reference, or None if there is none.
+    A deleted name keeps a reference, which marks it as deleted. `check` is called before the
+    change, and may raise an error to prevent it. Its argument is the result of `layout.state_of`
+    for the existing reference, or None if there is none.
 
     Raises:
-        RemoteBusyError: Other writers kept changing the name.
+        RemoteBusyError: Another writer changed the name meanwhile.
+    """
+    key = layout.ref_key(name)
+    found = bucket.get(key, layout.TEXT_BYTES)
+    if found is None or found[0] != layout.reference(name, manifest):
+        check(None if found is None else layout.state_of(found, name, bucket.at(key)))
+        write_ref(bucket, name, manifest, None if found is None else found[1])
+
+
+def write_ref(
+    bucket: Bucket,
+    name: str,
+    manifest: str | None,
+    tag: str | None,
+    check: Callable[[str | None], None] = lambda _: None,
+) -> None:
+    """Write the reference of `name` if it still has the `tag` that it had when it was read.
+
+    `manifest` is as for `refer`. A reference that another writer has changed is not written again:
+    the first write may have been carried out although its answer was lost, and be what the other
+    writer replaced. `check` is then called with the present state, and may raise an error.
+
+    Raises:
+        RemoteBusyError: Another writer changed the name.
     """
     key, text = layout.ref_key(name), layout.reference(name, manifest)
-    for _ in range(_ATTEMPTS * 4):
+    for _ in range(_ATTEMPTS):
+        if bucket.put_if(key, text, tag):
+            return
         found = bucket.get(key, layout.TEXT_BYTES)
         if found is not None and found[0] == text:
             return  # ours, whose answer was lost, or the same of another
-        check(None if found is None else layout.state_of(found, name, bucket.at(key)))
-        if bucket.put_if(key, text, None if found is None else found[1]):
-            return
-    raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+        if (None if found is None else found[1]) != tag:
+            check(None if found is None else layout.state_of(found, name, bucket.at(key)))
+            raise RemoteBusyError.at(bucket.at(key), f"another writer changed {name!r} meanwhile")
+    raise RemoteBusyError.at(bucket.at(key), "the server refuses each change of this reference")
 
 
 def _is_streamed(load: Load) -> bool:

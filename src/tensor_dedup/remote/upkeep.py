@@ -10,7 +10,7 @@ from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import catalog_of, noted_damage
 from tensor_dedup.remote.conditions import check_remote, check_still
-from tensor_dedup.remote.errors import RemoteBusyError, UnknownRemoteNameError
+from tensor_dedup.remote.errors import UnknownRemoteNameError
 from tensor_dedup.remote.inventory import AWAY, take_inventory
 from tensor_dedup.remote.manifests import (
     RemoteManifest,
@@ -19,6 +19,7 @@ from tensor_dedup.remote.manifests import (
     read_manifest,
     read_ref,
 )
+from tensor_dedup.remote.push import write_ref
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import MARK, marked_by
@@ -137,7 +138,7 @@ def delete(bucket: Bucket, name: str) -> None:
         UnknownRemoteNameError: The remote has no checkpoint of this name, or it is the name of the
             mark of a step that is there.
         NoConditionsError: The server does not keep conditions of writes; nothing was written.
-        RemoteBusyError: Other writers kept changing the name.
+        RemoteBusyError: Another writer changed the name meanwhile.
     """
     check_still(bucket)
     if (kept := marked_by(name)) is not None and find_ref(bucket, kept) is not None:
@@ -162,17 +163,12 @@ def check_no_mark(bucket: Bucket, name: str) -> None:
 
 
 def _delete_name(bucket: Bucket, name: str) -> None:
-    key, text = layout.ref_key(name), layout.reference(name, None)
-    for attempt in range(8):
-        found = bucket.get(key, layout.TEXT_BYTES)
-        if found is not None and found[0] == text and attempt:
-            return  # ours, whose answer was lost
-        if found is None or found[0] == text:
-            check_remote(bucket)
-            raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
-        if bucket.put_if(key, text, found[1]):
-            return
-    raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+    key = layout.ref_key(name)
+    found = bucket.get(key, layout.TEXT_BYTES)
+    if found is None or found[0] == layout.reference(name, None):
+        check_remote(bucket)
+        raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
+    write_ref(bucket, name, None, found[1])
 
 
 def usage(bucket: Bucket) -> RemoteUsage:
