@@ -19,6 +19,7 @@ from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.errors import NoConditionsError, RemoteBusyError, RemoteNameTakenError
+from tensor_dedup.remote.lease import LEASE_S
 
 HOUR = 3600.0
 ALL = (*FAULTS, *READ_FAULTS)
@@ -247,7 +248,7 @@ def test_no_name_goes_back_to_what_another_writer_has_replaced(
     full.rename("base", "old")
     full.rename("tune", "base")
     gate = Overtaken(based, "refs/base", lambda: other.push(Remote(based), "base", replace=True))
-    work = {
+    work: Callable[[], object] = {
         "push": lambda: full.push(Remote(gate), "base", replace=True),
         "delete": lambda: Remote(gate).delete("base"),
     }[verb]
@@ -276,7 +277,7 @@ def test_a_push_that_begins_again_does_not_undo_what_came_after_it(
             done = super().put_if(key, data, tag)
             if key == "refs/base" and not now[0]:
                 other.push(Remote(based), "base", replace=True)
-                now[0] = push.LEASE_S
+                now[0] = LEASE_S
             return done
 
     gate = Slow(based)
