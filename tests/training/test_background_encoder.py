@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import cache
@@ -151,6 +152,27 @@ def test_what_stayed_is_known_when_its_container_was_replaced(tmp_path: Path) ->
         saved = run.save(model_of(1), 1)
         assert saved.new_tensors == len(model_of(1)) - 1  # all but the frozen one
     check(run, 0, 1)
+
+
+def test_a_save_is_stored_against_what_was_encoded_since(tmp_path: Path) -> None:
+    """The run's index stays open, and still has the container that the encoding removed."""
+    drawn = np.random.default_rng(7).standard_normal((6, LEAF_BYTES // 8)).astype(np.float32)
+    model: Model = {f"weight{number}": rows for number, rows in enumerate(drawn)}
+    run = run_on(tmp_path)
+    run.save(model, 0)
+    written = slabs(run)
+    while encoder_of(run).busy:
+        time.sleep(0.01)
+    assert written
+    assert not slabs(run) & written
+    assert encoded(run, 0) == {*model}
+    model["weight0"] = drawn[0] + np.float32(1e-6)
+    run.save(model, 1)
+    with run.store.checkpoint("run@1") as opened:
+        assert opened.stored(opened["weight0"])[2] is not None  # a difference from the first
+    assert_same(run.load(1), model)
+    run.close()
+    assert run.store.verify(full=True).faults == []
 
 
 def test_an_open_checkpoint_stays_readable(tmp_path: Path) -> None:

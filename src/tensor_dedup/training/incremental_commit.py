@@ -196,13 +196,22 @@ class PieceWriter:
 
     def _look_up(self, digests: Collection[bytes]) -> dict[bytes, Places]:
         """The containers in which the store has some of these pieces."""
+        held, under = self._there(digests)
+        found = {digest: nearest(places, under) for digest, places in held.items()}
+        return {digest: places for digest, places in found.items() if places}
+
+    def _there(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
+        """What `_find` returns, in containers that are there.
+
+        The index is kept open between saves, and may have containers that were removed since: the
+        background encoding removes some without it.
+        """
         held, under = self._find(digests)
         containers = _containers(held) | _containers(under)
         if not self._index.fresh and not self._index.still_so(containers):
             self._index.refresh()
             held, under = self._find(digests)
-        found = {digest: nearest(places, under) for digest, places in held.items()}
-        return {digest: places for digest, places in found.items() if places}
+        return held, under
 
     def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
         """The places of these pieces, and of what some of them are stored against."""
@@ -214,7 +223,8 @@ class PieceWriter:
         """Where what was written lies."""
         sealed = self._transaction.sealed
         records = [(each.container, r) for each in sealed for r in each.table.records]
-        under = dict(self._index.find({base for _, record in records for base in record.bases}))
+        bases, _ = self._there({base for _, record in records for base in record.bases})
+        under = dict(bases)
         placed = [
             PieceLocation(each, r.offset, r.nbytes, r.base, parts=tuple(r.parts.values()))
             for each, r in records
