@@ -51,6 +51,7 @@ from tensor_dedup.remote.errors import (
     NotARemoteError,
     RemoteBusyError,
     RemoteNameTakenError,
+    RemoteUnreachableError,
     UnknownRemoteNameError,
 )
 from tensor_dedup.remote.sweep import RemoteGcPlan
@@ -382,7 +383,8 @@ class Slice:
             yield from misfits(name, self.states.get(layout.ref_key(name), []), done)
         self.counts = Counter(f"{each.verb}: {each.outcome}" for each in done)
         for each in done:
-            if "said" in each.facts:
+            is_told = self._lost and each.outcome == RemoteUnreachableError.__name__
+            if "said" in each.facts and not is_told:
                 yield f"{each}\n{each.facts['said']}"
             for url, what, affected in each.facts.get("faults", ()):
                 if affected:
