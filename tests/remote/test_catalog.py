@@ -362,6 +362,8 @@ def test_damage_that_is_noted_takes_with_it_what_is_against_it() -> None:
     for container, each in pairs:
         frame = tables.encode(each)
         bucket.put(layout.table_key(container.name), [memoryview(frame.blob)])
+        size = listed(container, each).nbytes
+        bucket.put(layout.container_key(container), [memoryview(bytes(size))])
     write_catalog(bucket, [listed(*each) for each in pairs])
     assert read(bucket).holders(name_of(DELTA))
     key = layout.container_key(held[0])

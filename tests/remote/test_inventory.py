@@ -149,13 +149,14 @@ def test_a_table_that_is_lost_is_written_again_from_its_container(
     theirs = ReadOnly()
     theirs.objects = dict(bucket.objects)
     for found in (Remote(theirs).verify(full=full), remote.verify(full=full)):
-        assert [fault.url for fault in found.faults] == [bucket.at(table)]
+        assert bucket.at(table) in {fault.url for fault in found.faults}
+        assert {fault.url for fault in found.faults} <= {bucket.at(table), bucket.at(layout.HEAD)}
         assert not any(fault.affected for fault in found.faults)
     assert theirs.objects.keys() >= bucket.objects.keys() - {table}
     assert bucket.objects[table][0] == whole
-    assert remote.verify(full=full).fine
     assert not noted_damage(bucket)
     assert remote.gc(24).done
+    assert remote.verify(full=full).fine
     other = open_store(tmp_path / "other")
     other.pull(remote, "one")
     assert stored(other, "one") == stored(store, "one")

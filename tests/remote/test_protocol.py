@@ -14,10 +14,22 @@ import pytest
 
 from remote_runs.remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from remote_runs.s3_faults import FaultyProxy, MemoryS3, client
-from store_runs.stores import Content, content, open_store, stored
+from store_runs.stores import (
+    KIB,
+    Content,
+    content,
+    open_store,
+    safetensors,
+    stored,
+    tuned,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.catalog import catalog_of
 from tensor_dedup.remote.errors import NoConditionsError, RemoteBusyError, RemoteNameTakenError
 from tensor_dedup.remote.lease import LEASE_S
 
@@ -416,6 +428,31 @@ def test_a_push_sends_again_what_it_would_have_relied_on_and_is_gone(
     assert stored(store, "tune") == content(paths["tune"])
     full.push(Remote(based), "base", replace=True)
     assert not any(f.affected for f in Remote(based).verify(full=True).faults)
+
+
+@pytest.mark.parametrize("what", ["gone", "cut"])
+def test_a_push_that_mends_sends_again_what_is_stored_against_something_lost(
+    tmp_path: Path, what: str
+) -> None:
+    """Its own container is whole, and nobody has noted that the one of its base is not."""
+    store, bucket = open_store(tmp_path / "here"), MemoryBucket()
+    b = weights(2, 400 * KIB)
+    for name, tensors in {"base": u8(b=b), "tune": u8(tuned=tuned(b, 4))}.items():
+        path = write(tmp_path / name, {"m.safetensors": safetensors(tensors)})
+        store.import_(path, name, compress="auto")
+        store.push(Remote(bucket), name)
+    (key,) = {
+        layout.container_key(c) for c, e in catalog_of(bucket).containers.items() if not e.deltas
+    }
+    blob, tag, when = bucket.objects.pop(key)
+    if what == "cut":
+        bucket.objects[key] = (blob[:-1], tag, when)
+    assert store.push(Remote(bucket), "tune", replace=True).moved_pieces == 1
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(tmp_path / "tune")
+    assert not store.push(Remote(bucket), "base").unchanged  # it was noted for the other one
+    assert Remote(bucket).verify(full=True).fine
 
 
 class Clock:

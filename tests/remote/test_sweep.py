@@ -255,6 +255,29 @@ def test_no_container_that_is_doubtful_is_kept_in_place_of_another_one(
     assert_whole(tmp_path, bucket, "one", "two")
 
 
+def test_no_doubtful_base_is_kept_in_place_of_another_one(
+    tmp_path: Path, anchored: tuple[Store, MemoryBucket]
+) -> None:
+    """A damaged container has the only copy of a piece, as a delta; there are two of its base."""
+    store, bucket = anchored
+    store.push(Remote(bucket), "tune")
+    held = {c: read_table(bucket, c.name).records for c in catalog_of(bucket).containers}
+    ((delta, base),) = {(c, r.bases[0]) for c in held for r in held[c] if r.bases}
+    whole = {c for c in held if base in {r.digest for r in held[c]}}
+    twice, elsewhere = tmp_path / "twice", MemoryBucket()
+    tensors = {"b": noise(2, 400 * KIB), "e": noise(100, 100)}
+    store.import_(write(twice, {"model.safetensors": safetensors(u8(**tensors))}), "twice")
+    store.push(Remote(elsewhere), "twice")
+    (spoilt,) = containers_in(frozenset(elsewhere.objects))
+    for key, found in elsewhere.objects.items():
+        if key.startswith((layout.CONTAINERS, layout.TABLES)):
+            bucket.objects[key] = found
+    note_damage(bucket, [spoilt, layout.container_key(delta)])
+    deleted = {*Remote(bucket).gc(0).delete}
+    assert spoilt in deleted
+    assert deleted.isdisjoint(map(layout.container_key, [*whole, delta]))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("hours", [0.5, 1.0])
 def test_a_sweep_is_killed_at_every_request(

@@ -1,6 +1,7 @@
 """What a remote holds, what it takes, and that nothing that is needed is ever deleted."""
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tensor_dedup.remote.catalog import catalog_of, read_catalog
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    NotARemoteError,
     RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
@@ -195,6 +197,46 @@ def test_a_deletion_that_comes_late_takes_nothing_that_was_pushed_since(
     proxy.close()
 
 
+class Asleep(MemoryS3):
+    """One that breaks off a deletion, while the machine that has asked for it sleeps."""
+
+    def __init__(self, bucket: MemoryBucket, meanwhile: Callable[[], object]) -> None:
+        super().__init__(bucket)
+        self._meanwhile: Callable[[], object] | None = meanwhile
+
+    def answer(self, request: Request) -> Response:
+        if request.deletes and layout.CONTAINERS in request.name and self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
+            return Response(504)
+        return super().answer(request)
+
+
+def test_a_sweep_that_slept_does_not_repeat_a_deletion(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one has taken over since, and what it deleted was pushed again."""
+    slept = 0.0
+    monkeypatch.setattr("tensor_dedup.remote.sweep.boottime", lambda: slept)
+
+    def sleep() -> None:
+        nonlocal slept
+        slept += HOUR
+        bucket.clock += HOUR
+        assert any(key.startswith(layout.CONTAINERS) for key in Remote(bucket).gc(0).delete)
+        full.push(Remote(bucket), "tune")
+
+    proxy = FaultyProxy(Asleep(bucket, sleep))
+    remote = Remote(client(proxy.port))
+    remote.delete("tune")
+    with pytest.raises(RemoteBusyError):
+        remote.gc(0)
+    assert slept
+    assert remote.verify(full=True).fine
+    pulled(tmp_path, bucket, "tune", "other")
+    proxy.close()
+
+
 def test_what_is_condemned_is_used_again_by_a_push(
     tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
@@ -223,6 +265,14 @@ def test_a_deleted_name_is_unknown_and_may_be_pushed_again(
     pulled(tmp_path, bucket, "base", "other")
 
 
+def test_a_delete_where_no_remote_is_writes_nothing() -> None:
+    """A marker that is there for a moment would be taken from a first push at the same time."""
+    gate = Faulty(MemoryBucket())
+    with pytest.raises(NotARemoteError, match="there is no remote"):
+        Remote(gate).delete("base")
+    assert not [call for call in gate.calls if call.startswith("put")]
+
+
 def test_a_kept_step_is_deleted_with_its_mark(tmp_path: Path, bucket: MemoryBucket) -> None:
     store, remote = open_store(tmp_path / "runs"), Remote(bucket)
     with CheckpointStore(store, "run-001") as run:
@@ -244,7 +294,7 @@ def test_a_kept_step_is_deleted_with_its_mark(tmp_path: Path, bucket: MemoryBuck
         assert "run-001@1" in Remote(bucket).names()
         Remote(bucket).delete("run-001@1")
         calls += 1
-    assert calls == 6
+    assert calls == 7
     for kept in (bucket, start):
         if kept is start:
             remote.delete("run-001@1")
@@ -418,6 +468,27 @@ def test_a_plain_push_of_a_run_sends_again_its_damaged_step(
     for key in ("refs/run-001@0", "refs/run-001@2"):
         assert bucket.objects[key] == refs[key]
     assert remote.verify(full=True).fine
+
+
+def test_a_plain_push_of_a_new_step_sends_again_what_others_of_its_run_have_lost(
+    tmp_path: Path, bucket: MemoryBucket
+) -> None:
+    store, remote = open_store(tmp_path / "runs"), Remote(bucket)
+    before = {key for key in bucket.objects if key.startswith(layout.MANIFESTS)}
+    with CheckpointStore(store, "run-001") as run:
+        run.save({"w": np.frombuffer(noise(0, 99_000), np.uint8)}, step=0)
+        store.push(remote, "run-001")
+        run.save({"w": np.frombuffer(noise(1, 99_000), np.uint8)}, step=1)
+    for key in [key for key in bucket.objects if key.startswith(layout.MANIFESTS)]:
+        if key not in before:
+            del bucket.objects[key]
+    assert not remote.verify().fine
+    store.push(remote, "run-001")
+    assert remote.verify(full=True).fine
+    assert open_store(tmp_path / "other").pull(remote, "run-001").names == (
+        "run-001@0",
+        "run-001@1",
+    )
 
 
 def test_what_verify_found_damaged_is_not_listed_as_fine(

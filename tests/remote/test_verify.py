@@ -111,6 +111,14 @@ def test_what_is_noted_after_it_was_read_stays_noted(store: Store) -> None:
         assert Remote(bucket).verify(full=True).fine
 
 
+def test_a_head_that_is_gone_is_a_fault_until_something_writes_it(store: Store) -> None:
+    bucket = remote_with(store, "base")
+    del bucket.objects[layout.HEAD]
+    assert [fault.url for fault in Remote(bucket).verify().faults] == [bucket.at(layout.HEAD)]
+    Remote(bucket).gc(24)
+    assert Remote(bucket).verify().fine
+
+
 def test_a_delta_that_is_pushed_while_a_verify_mends_stays_listed(
     tmp_path: Path, store: Store
 ) -> None:

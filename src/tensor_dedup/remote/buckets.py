@@ -204,11 +204,9 @@ class Bucket(ABC):
         """Delete the object under `key`; do nothing if there is no object."""
 
     def delete_once(self, key: str) -> bool:
-        """Delete an object; return whether the deletion is certainly over.
+        """Send one request to delete an object; return whether it was answered.
 
-        * True: A single request was sent and answered.
-        * False: The first request failed and was repeated. The server may still carry out the first
-          one later.
+        If the result is False, the server may have deleted the object, or may still do so later.
         """
         self.delete(key)
         return True

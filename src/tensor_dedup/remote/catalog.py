@@ -395,11 +395,12 @@ def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
     return rebuilt(bucket) if found is None else found
 
 
-def rebuilt(bucket: Bucket) -> Catalog:
+def rebuilt(bucket: Bucket, *, look: bool = True) -> Catalog:
     """Return a catalog built from all readable tables on the remote; nothing is written.
 
     Containers that are noted as damaged, or that a gc is deleting, are left out. What the head and
-    the trash say is kept as far as they can be read.
+    the trash say is kept as far as they can be read. With `look`, containers are listed, too: one
+    that is missing or has another size than its table says is added to `damaged`.
 
     Raises:
         UnlistedRemoteError: The remote is behind a web server that lists nothing.
@@ -413,6 +414,8 @@ def rebuilt(bucket: Bucket) -> Catalog:
             catalog.damaged = frozenset(head.damaged)
             catalog.trash = _read_trash(bucket, head)
     tables_ = _tables_of(bucket)
+    if look:
+        catalog.damaged |= _broken(bucket, tables_) - catalog.trash.deleting
     out = catalog.damaged | catalog.trash.deleting
     kept = {c: table for c, table in tables_.items() if layout.container_key(c) not in out}
     for entry in entries_of(kept, catalog.trash.condemned):
@@ -431,6 +434,16 @@ def _tables_of(bucket: Bucket) -> dict[ContainerId, Table]:
 
     found = zip(names, bucket.each(read, names), strict=True)
     return {ContainerId(name, table.kind): table for name, table in found if table is not None}
+
+
+def _broken(bucket: Bucket, tables_: Mapping[ContainerId, Table]) -> set[str]:
+    """The keys of the containers that are not there with the size that their tables say.
+
+    To be called after the tables were read: a container is written before its table.
+    """
+    sizes = {status.key: status.size for status in bucket.list(layout.CONTAINERS)}
+    keys = {layout.container_key(c): listed(c, table).nbytes for c, table in tables_.items()}
+    return {key for key, nbytes in keys.items() if sizes.get(key) != nbytes}
 
 
 def commit(

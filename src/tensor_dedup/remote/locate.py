@@ -140,7 +140,7 @@ class Locator:
 
     def _rebuild(self) -> Catalog | None:
         try:
-            return rebuilt(self._bucket)
+            return rebuilt(self._bucket, look=False)
         except (UnlistedRemoteError, RemoteAccessError):  # of those who may only read objects
             return None
 

@@ -189,15 +189,14 @@ class _Push:
         bucket, read = self._bucket, boottime()
         looked = [*bucket.each(self._look, self._checkpoints)]
         tags = {n: tag for n, (is_there, tag) in enumerate(looked) if not is_there}
-        if not tags:
-            # Of a name that is there all is there, unless it was found damaged since.
-            tags = {n: looked[n][1] for n in self._damaged_there()}
-        if not tags:
+        # Of a name that is there all is there, unless it was found damaged since.
+        if not tags and not (noted_damage(bucket) and self._lost(catalog_of(bucket))):
             return True
         if dry_run:
             self._count()
             return False
         catalog = self._have()
+        tags |= {n: looked[n][1] for n in self._lost(catalog)}
         missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
         self._progress.saved(sum(n for d, n in self._sizes.items() if d not in missing))
         checkpoints = [self._checkpoints[number] for number in tags]
@@ -261,17 +260,17 @@ class _Push:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
         return RemoteNameTakenError.at(self._bucket.url, what, name=checkpoint.name)
 
-    def _damaged_there(self) -> list[int]:
-        """The checkpoints of which something is lost; looked for where something was noted."""
-        noted = noted_damage(self._bucket)
-        if not noted:
-            return []
-        catalog = catalog_of(self._bucket)
+    def _lost(self, catalog: Catalog) -> list[int]:
+        """The checkpoints of which something is lost, by the catalog and the damage it notes."""
         gone = {digest for digest in self._sizes if not catalog.holders(digest)}
         return [
             n
             for n, each in enumerate(self._checkpoints)
-            if gone & each.wanted.keys() or noted & {*map(layout.manifest_key, each.blobs)}
+            if self._seen[each.name] == each.manifest
+            and (
+                not gone.isdisjoint(each.wanted)
+                or not catalog.damaged.isdisjoint(map(layout.manifest_key, each.blobs))
+            )
         ]
 
     @property

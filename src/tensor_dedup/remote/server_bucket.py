@@ -277,7 +277,6 @@ class ServerBucket(Bucket):
         try:
             self._delete(key, once=True)
         except StoreError:
-            self._delete(key, once=False)
             return False
         return True
 

@@ -39,7 +39,8 @@ from tensor_dedup.remote.lease import boottime
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.upkeep.live_set import needed, readable
+from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.upkeep.live_set import anchors, needed, readable
 
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S: Final = 2.0
@@ -216,19 +217,22 @@ def _used(found: RemoteInventory, catalog: Catalog) -> set[str]:
     and then one that is not condemned.
     """
     doubtful = catalog.damaged | catalog.trash.deleting
-    records, ranked = found.records(), dict[int, set[ContainerId]]()
-    for container in records:
+    ranked = dict[int, dict[ContainerId, list[Record]]]()
+    for container, held in found.records().items():
         key = layout.container_key(container)
         rank = 2 if key in doubtful else int(key in catalog.trash.condemned)
-        ranked.setdefault(rank, set()).add(container)
-    kept, candidates, rest = set[ContainerId](), set[ContainerId](), {*found.live()}
+        ranked.setdefault(rank, {})[container] = held
+    candidates: dict[ContainerId, list[Record]] = {}
+    kept, rest = set[ContainerId](), {*found.live()}
     for rank in sorted(ranked):
         if not rest:
             break
-        candidates |= ranked[rank]
-        held = readable({container: records[container] for container in candidates})
-        there = rest & {digest for each in held.values() for digest in each}
-        kept |= needed(there, held).containers
+        better = anchors(candidates)  # nothing is kept for another copy of these
+        for container, held in ranked[rank].items():
+            candidates[container] = [r for r in held if r.digest not in better]
+        copies = readable(candidates)
+        there = rest & {digest for each in copies.values() for digest in each}
+        kept |= needed(there, copies).containers
         rest -= there
     used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
     used |= {layout.manifest_key(part) for each in found.manifests for part in each.blobs}
@@ -278,17 +282,22 @@ def _execute(
     if not doomed:
         return gone
 
-    def delete(key: str) -> None:
-        status = bucket.head(key)
-        if status is None or not _same(doomed[key], status):
-            return
+    def check_time(key: str) -> None:
         if boottime() - began > _DELETING_S:
             what = (
                 "it took so long that others may count on it no more; what is left goes next time"
             )
             raise RemoteBusyError.at(bucket.at(key), what)
+
+    def delete(key: str) -> None:
+        status = bucket.head(key)
+        if status is None or not _same(doomed[key], status):
+            return
+        check_time(key)
         if not bucket.delete_once(key):
             late.add(key)
+            check_time(key)  # the machine may have slept: what was deleted since may be there again
+            bucket.delete(key)
         gone.add(key)
 
     for first in (True, False):

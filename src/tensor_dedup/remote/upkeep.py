@@ -140,6 +140,7 @@ def delete(bucket: Bucket, name: str) -> None:
         NoConditionsError: The server does not keep conditions of writes; nothing was written.
         RemoteBusyError: Another writer changed the name meanwhile.
     """
+    check_remote(bucket)  # first, for that one writes where there is none
     check_still(bucket)
     if (kept := marked_by(name)) is not None and find_ref(bucket, kept) is not None:
         check_no_mark(bucket, name)

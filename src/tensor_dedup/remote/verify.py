@@ -103,6 +103,8 @@ def verify(
     lost = found.lost() if not found.newer else {}
     wrong = [*_wrong_records(bucket, found, advance)] if full else []
     now = catalog_of(bucket, before=before)
+    if now.tag is None and found.manifests:
+        faults.append(RemoteFault(bucket.at(layout.HEAD), "it is gone; a push or a gc writes it"))
     # What nobody needs and no push relies on is a sweep's to take, and no fault.
     gone = {c for c, _, _ in wrong if c not in now.containers and _is_gone(bucket, c)}
     unused = now.damaged | now.trash.deleting | {*map(layout.container_key, gone)}
