@@ -228,6 +228,7 @@ def test_a_sweep_that_slept_does_not_repeat_a_deletion(
 
     proxy = FaultyProxy(Asleep(bucket, sleep))
     remote = Remote(client(proxy.port))
+    monkeypatch.setattr(remote.bucket, "each", bucket.each)  # no other request is under way
     remote.delete("tune")
     with pytest.raises(RemoteBusyError):
         remote.gc(0)

@@ -167,7 +167,6 @@ def _delete_name(bucket: Bucket, name: str) -> None:
     key = layout.ref_key(name)
     found = bucket.get(key, layout.TEXT_BYTES)
     if found is None or found[0] == layout.reference(name, None):
-        check_remote(bucket)
         raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
     write_ref(bucket, name, None, found[1])
 
