@@ -95,6 +95,7 @@ def dry(*words: object, untouched: Path) -> dict[str, Any]:
     assert not document["done"]
     assert ("unchanged, all of it is" in said) == document["unchanged"]
     assert ("; nothing was written" in said) != document["unchanged"]
+    assert ("(before encoding)" in said) != document["unchanged"]
     return document
 
 
@@ -320,6 +321,46 @@ def test_a_damaged_remote_is_said(folder: Path) -> None:
     assert Remote.open(url).names() == []
 
 
+def test_what_gc_advises_on_a_lost_container_mends_it_and_a_dry_push_tells_what_it_sends(
+    folder: Path,
+) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    containers = folder / "remote" / "containers"
+    (container,) = (each for each in containers.rglob("*") if each.is_file())
+    container.unlink()
+    said = run("remote", "gc", url, "--lease", "0", "--yes", status=1).stderr
+    (advised,) = re.findall("`tensor-dedup (push .*?)`", said)
+    words = shlex.split(advised.replace("NAME", "base"))
+    planned = dry(*words, untouched=folder)
+    done = json.loads(run(*words, "--json").stdout)
+    assert planned["moved_pieces"] == done["moved_pieces"] == done["pieces"] > 0
+    run("remote", "verify", url, "--full")
+
+
+def test_what_verify_advises_on_a_damaged_name_mends_it(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    for name in ("base", "tune"):
+        run("push", name, url)
+    (folder / "remote" / layout.ref_key("base")).write_bytes(b"?")
+    said = run("remote", "verify", url, status=1).stdout
+    (advised,) = re.findall("to mend it, run `tensor-dedup (push .*?)`", said)
+    run(*shlex.split(advised))
+    assert Remote.open(url).verify().fine
+
+
+def test_verify_names_the_tensors_that_no_container_holds(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    for part in ("containers", "tables"):
+        (lost,) = (each for each in (folder / "remote" / part).rglob("*") if each.is_file())
+        lost.unlink()
+    said = run("remote", "verify", url, status=1).stdout
+    shown = json.loads(run("remote", "show", url, "base", "--json").stdout)
+    for tensor in shown["tensors"]:
+        assert f"no container holds {tensor['digest']} ({tensor['name']})\n" in said
+
+
 def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     url = f"file://{folder}/remote"
     run_ = CheckpointStore(folder / "store", "run")
@@ -398,6 +439,15 @@ def test_arguments_the_other_way_round(folder: Path, words: str, usage: str) -> 
     said = run(*words.split(), status=2).stderr
     assert f"the name stands where the URL belongs: tensor-dedup {usage}" in said
     assert "hunter2" not in said
+
+
+@pytest.mark.parametrize("words", ["push store://base URL", "pull URL store://base"])
+def test_a_name_with_the_scheme_of_stores_is_told_from_arguments_the_other_way_round(
+    folder: Path, words: str
+) -> None:
+    said = run(*words.replace("URL", f"file://{folder}/remote").split(), status=2).stderr
+    assert "write the name without store://" in said
+    assert "stands where" not in said
 
 
 def test_a_run_is_shown_and_deleted_with_its_steps(folder: Path) -> None:

@@ -304,7 +304,7 @@ def test_a_folder_of_something_else_does_not_become_a_remote(tmp_path: Path, sto
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(b"mine")
-    with pytest.raises(NotARemoteError, match=r"it holds model\.safetensors and no remote"):
+    with pytest.raises(NotARemoteError, match=r"it holds 'model\.safetensors' and no remote"):
         store.push(Remote.open(str(folder)), "mine")
     assert [each.name for each in folder.iterdir()] == ["model.safetensors"]
     (tmp_path / "new").mkdir()

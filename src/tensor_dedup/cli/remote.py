@@ -32,6 +32,7 @@ from tensor_dedup.remote import (
     RemoteGcPlan,
     RemoteVerifyResult,
     TransferResult,
+    layout,
 )
 from tensor_dedup.remote.oci.artifact import Artifact, default_name, is_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
@@ -42,6 +43,7 @@ from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME
 
 _DIGITS: Final = 12  # of a digest
 # What has to be tidied up after Ctrl-C takes less, and what waits for a server may take more.
@@ -100,6 +102,8 @@ def _check_order(name: str, url: str, usage: str) -> None:
 
     The URL is not repeated: it may hold a secret.
     """
+    if name.startswith(STORE_SCHEME):
+        raise WrongUse(f"write the name without {STORE_SCHEME}: tensor-dedup {usage}")
     is_path = name.startswith(("/", "./", "../")) and not is_url(url) and "/" not in url
     if is_url(name) or is_path:
         raise WrongUse(f"the name stands where the URL belongs: tensor-dedup {usage}")
@@ -200,12 +204,13 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
 
 def _planned(name: str, result: TransferResult, where: str) -> str:
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
-    moved = f"{human(result.moved_bytes)} would be transferred; nothing was written"
+    rest = "would be transferred; nothing was written"
     if not result.pieces:  # an artifact of another program: what it holds is not known before
-        return f"{name}: {moved}"
+        return f"{name}: {human(result.moved_bytes)} {rest}"
     were = "is" if result.moved_pieces == 1 else "are"
     missing = f"{counted(result.moved_pieces, 'piece')} of {result.pieces} {were} not {where}"
-    return f"{name}: {steps}{human(result.nbytes)}; {missing}; {moved}"
+    moved = f"{human(result.moved_bytes)} (before encoding)"
+    return f"{name}: {steps}{human(result.nbytes)}; {missing}; {moved} {rest}"
 
 
 @click.group(name="remote", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
@@ -408,7 +413,7 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     say(
         {"deleted": name},
         as_json,
-        f"{what} is deleted; `tensor-dedup remote gc URL`, run again a week later, frees its space",
+        f"{what} is deleted; `tensor-dedup remote gc URL`, run once a week, frees its space",
     )
 
 
@@ -489,8 +494,12 @@ def _verify_lines(result: RemoteVerifyResult, full: bool, url: str) -> list[str]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")
-        again = f"tensor-dedup push {users[0]} {url}"
-        lines.append(f"to mend it, run `{again}` from a store that has it")
+        # A reference that cannot be read is replaced only on request.
+        unread = {each.url for each in result.faults if each.what.startswith(each.url)}
+        is_unread = any(each.endswith(layout.ref_key(users[0])) for each in unread)
+        again = f"tensor-dedup push {users[0]} {url}{' --replace' if is_unread else ''}"
+        others = ", and so on for the others" if users[1:] else ""
+        lines.append(f"to mend it, run `{again}` from a store that has it{others}")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
     lines.append(f"{counted(len(result.faults), 'fault')} ({checked})")
     if not full:

@@ -203,7 +203,10 @@ class CorruptRemoteTensorError(LostRemotelyError, CorruptTensorError):
 class UncertainRemoteError(UnfitForCollectionError):
     """A gc cannot determine which objects on a remote are in use, so it deletes nothing."""
 
-    advice = "push the broken checkpoint again, or run `tensor-dedup remote delete URL NAME`"
+    advice = (
+        "run `tensor-dedup push NAME URL --replace` from a store that has the broken checkpoint, "
+        "or `tensor-dedup remote delete URL NAME`"
+    )
 
 
 @contextmanager

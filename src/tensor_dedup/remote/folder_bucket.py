@@ -44,7 +44,7 @@ class FolderBucket(Bucket):
             above = [*self._root.parents, *self._files.resolved(self._root).parents]
         for name in names:
             if name not in OWN_NAMES and not name.startswith("."):
-                return f"it holds {name} and no remote"
+                return f"it holds {name!r} and no remote"
         for folder in dict.fromkeys(above):
             with suppress(StoreError):  # what cannot be read is none of ours
                 text = FolderBucket(folder, self._files)._read(MARKER, TEXT_BYTES) or b""

@@ -16,7 +16,7 @@ a push relies on, the push begins again.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -287,7 +287,13 @@ class _Push:
         missing = {*self._sizes}
         if not is_free(bucket):
             catalog = rebuilt(bucket) if self._is_mending else catalog_of(bucket)
-            missing = {digest for digest in missing if not catalog.holders(digest)}
+            held = {digest: catalog.holders(digest) for digest in missing}
+            gone = self._gone(catalog, {c for places in held.values() for c in places})
+            missing = {
+                digest
+                for digest, places in held.items()
+                if gone.issuperset(map(layout.container_key, places))
+            }
         self._moved_pieces = len(missing)
         self._moved_bytes = sum(self._sizes[digest] for digest in missing)
 
@@ -426,15 +432,19 @@ class _Push:
         What is not there is noted as damaged and leaves the catalog, so that whoever has lost it is
         told; the push begins anew and sends what was in it.
         """
-        bucket = self._bucket
-        sizes = {layout.container_key(c): catalog.containers[c].nbytes for c in relied.containers}
-        if len(sizes) > _ASKED_CONTAINERS:
-            there = {s.key for s in bucket.list(layout.CONTAINERS) if sizes.get(s.key) == s.size}
-            sizes = {key: nbytes for key, nbytes in sizes.items() if key not in there}
-        if gone := self._absent(sizes):
-            check_remote(bucket)  # or a catalog would be made where all of it has gone
-            note_damage(bucket, gone)
+        if gone := self._gone(catalog, relied.containers):
+            check_remote(self._bucket)  # or a catalog would be made where all of it has gone
+            note_damage(self._bucket, gone)
             raise _OutdatedError
+
+    def _gone(self, catalog: Catalog, containers: Iterable[ContainerId]) -> set[str]:
+        """The keys of those of the catalog's `containers` that are not there."""
+        sizes = {layout.container_key(c): catalog.containers[c].nbytes for c in containers}
+        if len(sizes) > _ASKED_CONTAINERS:
+            found = self._bucket.list(layout.CONTAINERS)
+            there = {s.key for s in found if sizes.get(s.key) == s.size}
+            sizes = {key: nbytes for key, nbytes in sizes.items() if key not in there}
+        return self._absent(sizes)
 
     def _absent(self, sizes: Mapping[str, int | None]) -> set[str]:
         """Those of these objects that are not there, or not with the size, if one is given.

@@ -110,8 +110,9 @@ def verify(
     unused = now.damaged | now.trash.deleting | {*map(layout.container_key, gone)}
     unreadable = found.unreadable.items()
     faults += [f for c, f in unreadable if lost or layout.container_key(c) not in unused]
+    names = _names(found)
     for digest, losers in lost.items():
-        what = f"no container holds {digest.hex()}"
+        what = f"no container holds {digest.hex()} ({name_of(digest, names)})"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted({*losers}))))
     spoilt = _spoilt(bucket, found, wrong, unused)
     faults += [fault for held in spoilt.values() for fault in held]
@@ -134,14 +135,19 @@ def verify(
     bad = lost_parts | {*map(layout.container_key, spoilt.keys() | absent)}
     with as_far_as_allowed():
         _mend(bucket, now, found.tables, bad, whole)
-    names = [each.name for each in found.manifests]
-    names += [each.affected[0] for each in found.problems if each.affected]
+    checkpoints = [each.name for each in found.manifests]
+    checkpoints += [each.affected[0] for each in found.problems if each.affected]
     return RemoteVerifyResult(
-        sum(marked_by(name) is None for name in names),
+        sum(marked_by(name) is None for name in checkpoints),
         len(found.tables),
         sum(r.stored for table in found.tables.values() for r in table.records) if full else 0,
         tuple(faults),
     )
+
+
+def _names(found: RemoteInventory) -> dict[bytes, str]:
+    """The names of tensors, by their digests."""
+    return {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
 
 
 def _mended_tables(
@@ -210,7 +216,7 @@ def _wrong_records(
     bucket: Bucket, found: RemoteInventory, advance: Callable[[int], None]
 ) -> Iterator[tuple[ContainerId, Record, str]]:
     """The records whose bytes are damaged, and how."""
-    names = {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
+    names = _names(found)
     for container, table in sorted(found.tables.items()):
         for record, what in _faults_in(bucket, container, table, names):
             yield container, record, what
