@@ -14,6 +14,9 @@ import pytest
 
 from remote_runs import real_servers
 from remote_runs.histories import Operation, deleted, misfits
+from remote_runs.remotes import MemoryBucket
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import NotARemoteError
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,20 @@ def test_three_writers_that_are_killed_lose_nothing(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "push: done" in done.stdout
     assert "killed" in done.stdout
+
+
+def test_a_deletion_where_no_remote_is_takes_no_marker_of_a_first_push_away() -> None:
+    """Between any two of its requests another writer may make the remote."""
+
+    class Made(MemoryBucket):
+        def delete(self, key: str) -> None:
+            assert key != "FORMAT"
+            super().delete(key)
+
+    bucket = Made()
+    with pytest.raises(NotARemoteError):
+        Remote(bucket).delete("n")
+    assert bucket.objects == {}
 
 
 def push(
