@@ -27,7 +27,9 @@ from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import (
     CatalogChange,
+    Deletion,
     ListedContainer,
+    Trash,
     catalog_of,
     commit,
     note_damage,
@@ -336,6 +338,16 @@ def test_what_is_whole_in_a_damaged_container_comes_where_nothing_else_has_it(
         pull(tmp_path, bucket, "base", "base-there")
     store.push(Remote(bucket), "base")
     pull(tmp_path, bucket, "base", "again")
+
+
+def test_what_a_killed_gc_was_to_delete_comes_where_it_is_there_still(tmp_path: Path) -> None:
+    """No push relies on it, and no catalog lists it."""
+    bucket = pushed(tmp_path, "one", **pieces(2))
+    [container] = containers(bucket)
+    trash = Trash({}, Deletion(int(bucket.clock), [layout.container_key(container)]))
+    commit(bucket, catalog_of(bucket), lambda now: CatalogChange((), [], trash, now.damaged))
+    assert container not in catalog_of(bucket).containers
+    pull(tmp_path, bucket, "one")
 
 
 def test_of_two_copies_the_one_that_costs_less_travels(tmp_path: Path) -> None:

@@ -122,9 +122,10 @@ class Locator:
             if found is not None:
                 self._catalog = found
                 if not is_first:
-                    # Most of a damaged container may be whole, and nowhere else.
-                    damaged = (layout.container_of(key) for key in found.damaged)
-                    self._read_tables({each for each in damaged if each is not None})
+                    # Most of a damaged container may be whole, and nowhere else; and what a gc was
+                    # to delete may be there still, where it was killed.
+                    unlisted = map(layout.container_of, found.damaged | found.trash.deleting)
+                    self._read_tables({each for each in unlisted if each is not None})
                 yield found
 
     def _read(self) -> Catalog | None:
