@@ -54,6 +54,7 @@ class Locator:
         # Places that hold something else, by container and offset, and where containers end.
         self._spoilt: set[tuple[object, object]] = set()
         self._ends: dict[object, int] = {}
+        self._lost_bases: set[object] = set()
 
     def places(
         self, missing: Mapping[bytes, int], names: Mapping[bytes, str], index: StoreIndex | None
@@ -87,7 +88,9 @@ class Locator:
     def leave_out(self, error: StoreError) -> bool:
         """Use the place no more that `error` reports as missing or damaged.
 
-        `error` comes from `RemotePieces`. Returns False if it names no place.
+        `error` comes from `RemotePieces`. Of a base in the store that cannot be read, the index
+        knows that, and the base comes along next time. Returns False if the error names nothing
+        new.
         """
         facts = error.facts
         container, offset, end = (facts.get(key) for key in ("container", "offset", "intact"))
@@ -95,6 +98,8 @@ class Locator:
             self._ends[container] = min(end, self._ends.get(container, end))
         elif isinstance(offset, int):
             self._spoilt.add((container, offset))
+        elif (base := facts.get("base")) is not None and base not in self._lost_bases:
+            self._lost_bases.add(base)
         else:
             return False
         return True
@@ -121,7 +126,7 @@ class Locator:
             found = self._sources.pop(0)()
             if found is not None:
                 self._catalog = found
-                if not is_first:
+                if found.rebuilt or not is_first:
                     # Most of a damaged container may be whole, and nowhere else; and what a gc was
                     # to delete may be there still, where it was killed.
                     unlisted = map(layout.container_of, found.damaged | found.trash.deleting)

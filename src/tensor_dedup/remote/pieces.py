@@ -337,7 +337,7 @@ class RemotePieces:
         """
         if self._bases is None or digest not in self._bases:
             what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
-            raise MissingRemoteError.at(self._bucket.url, what, digest=digest.hex())
+            raise MissingRemoteError.at(self._bucket.url, what, base=digest.hex())
         return self._bases.read_leaf(digest, start, view)
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
@@ -354,8 +354,6 @@ class RemotePieces:
         leaves = leaves_of(record, start, view.nbytes)
         self.read_stored(container, record.offset + start, view)
         if b"".join(leaf_digests(view)) != leaves:
-            if self._stopped:
-                raise self._corrupt(container, record)
             # It may have been hit on its way.
             at = record.offset + start
             view[:] = self._fetch(container, at, at + view.nbytes)
@@ -367,8 +365,6 @@ class RemotePieces:
         self, container: ContainerId, record: Record, start: int, view: memoryview
     ) -> bytes:
         """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
-        if self._stopped:
-            raise self._corrupt(container, record)
         base = base_of(record, self.read_leaf)
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
         try:

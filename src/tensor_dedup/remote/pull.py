@@ -273,8 +273,8 @@ def _fetch(
             # Whoever needs it next, be it another attempt, finds it here.
             transfer.complete()
             lost = lost or errors[0]
-            places_known = [locator.leave_out(error) for error in errors]
-            if not all(places_known):
+            are_news = [locator.leave_out(error) for error in errors]
+            if not any(are_news):
                 raise lost
     return arrived
 

@@ -1,7 +1,9 @@
 """What a pull from a registry costs when connections break off, and when nothing is new."""
 
 import hashlib
+import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import ClassVar
@@ -12,11 +14,17 @@ from remote_runs import registries
 from remote_runs.remotes import Proxy, answered
 from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
-from tensor_dedup.remote.errors import RemoteNameTakenError, RemoteUnreachableError
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.errors import (
+    RemoteAccessError,
+    RemoteNameTakenError,
+    RemoteUnreachableError,
+)
 from tensor_dedup.remote.oci import modelpack as artifacts
 from tensor_dedup.remote.oci.artifact import Artifact, layers_folder
 from tensor_dedup.remote.oci.modelpack import TITLE
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.files import RealFiles
 
 pytest.importorskip("requests")
@@ -84,13 +92,13 @@ def test_an_answer_that_breaks_off_after_its_last_byte_is_whole(
         self.close_connection = True
 
     monkeypatch.setattr(Breaking, "do_GET", answer)
-    assert registry.blob_range(DIGEST, 100, 2100) == BLOB[100:2100]
+    assert b"".join(registry.blob_range(DIGEST, 100, 2100)) == BLOB[100:2100]
     assert asked == ["bytes=100-2099"]
 
 
 def test_the_rest_of_a_range_is_asked_for_again(registry: RegistryRepository) -> None:
     Breaking.breaks = 3
-    assert registry.blob_range(DIGEST, 1000, 301_000) == BLOB[1000:301_000]
+    assert b"".join(registry.blob_range(DIGEST, 1000, 301_000)) == BLOB[1000:301_000]
     assert Breaking.breaks == 0
     assert 300_000 <= Breaking.sent < 300_000 + 3 * CHUNK
 
@@ -112,7 +120,7 @@ def test_a_small_blob_is_asked_for_again(registry: RegistryRepository) -> None:
 
 def test_what_always_breaks_off_is_an_error(registry: RegistryRepository) -> None:
     for read in (
-        lambda: registry.blob_range(DIGEST, 0, len(BLOB)),
+        lambda: [*registry.blob_range(DIGEST, 0, len(BLOB))],
         lambda: [*registry.chunks(DIGEST, len(BLOB))],
         lambda: registry.blob(DIGEST, len(BLOB)),
     ):
@@ -138,6 +146,77 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     path = write(tmp_path / "many", {"model.safetensors": safetensors(u8(**tensors))})
     found.import_(path, "many")
     return found
+
+
+def test_who_reads_a_range_of_a_layer_may_end_it(
+    proxy: Proxy, many: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an interrupted pull does, which else waits for all the ranges that it has asked for."""
+    monkeypatch.setattr("tensor_dedup.remote.oci.connection._CHUNK_BYTES", CHUNK)
+    url, came = f"oci://{registries.host(proxy)}/a/range:v1", list[int]()
+    many.push(url, "many")
+
+    def arrived(chunk: memoryview) -> None:
+        came.append(chunk.nbytes)
+        raise CancelledError
+
+    with RegistryRepository(ArtifactName.parse(url)) as registry:
+        bucket = Artifact(registry).as_bucket("many")
+        assert bucket is not None
+        [table] = [status.key for status in bucket.list(layout.TABLES)]
+        container = ContainerId(table.rpartition("/")[2], artifacts.RAW)
+        with pytest.raises(CancelledError):
+            bucket.stream_range(layout.container_key(container), 0, 20 * CHUNK, arrived)
+    assert came == [CHUNK]
+
+
+class Choosing(BaseHTTPRequestHandler):
+    """A registry that has nothing, refuses small blobs, and is slow to take large ones."""
+
+    protocol_version = "HTTP/1.1"
+    taken: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        self.answer(404)
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        self.answer(202)
+
+    def do_PUT(self) -> None:
+        left = int(self.headers["Content-Length"])
+        if left < 1 << 20:
+            self.rfile.read(left)
+            self.answer(403)
+            return
+        while left and (data := self.rfile.read(min(left, 1 << 16))):
+            left -= len(data)
+            type(self).taken += len(data)
+            time.sleep(0.002)
+        self.answer(201)
+
+    def answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.send_header("Location", f"http://{self.headers['Host']}/v2/a/b/blobs/uploads/1")
+        self.end_headers()
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_push_that_fails_does_not_first_send_the_other_layers(
+    tmp_path: Path, many: Store
+) -> None:
+    """Nor does one that is interrupted: a layer may take an hour."""
+    size, small = 48 << 20, {"config.json": b"{}"}
+    large = safetensors({"w": ("U8", (size,), noise(1, size))})
+    many.import_(write(tmp_path / "both", {"model.safetensors": large, **small}), "both")
+    Choosing.taken = 0
+    with answered(Choosing) as host, pytest.raises(RemoteAccessError):
+        many.push(f"oci://{host}/a/b:c", "both")
+    assert Choosing.taken < size // 2
 
 
 def test_an_artifact_of_which_all_is_here_is_one_small_request(

@@ -8,7 +8,7 @@ support ranges, the pull downloads whole layers (`Artifact.download`) and import
 import logging
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace as replace_fields
 from pathlib import Path, PurePosixPath
@@ -152,7 +152,15 @@ class ArtifactBucket(Bucket):
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         # docstring inherited
         self._open()
-        return self._registry.blob_range(self._layers[key], start, stop)
+        return memoryview(b"".join(self._registry.blob_range(self._layers[key], start, stop)))
+
+    def stream_range(
+        self, key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
+    ) -> None:
+        # docstring inherited
+        self._open()
+        for chunk in self._registry.blob_range(self._layers[key], start, stop):
+            arrived(memoryview(chunk))
 
     def head(self, key: str) -> ObjectStatus | None:
         # docstring inherited

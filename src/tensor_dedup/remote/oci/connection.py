@@ -65,7 +65,7 @@ def wait_after(
 class Body:
     """The `nbytes` bytes that a request sends. `chunks` may be called several times."""
 
-    def __init__(self, nbytes: int, chunks: Callable[[], Iterable[bytes]]) -> None:
+    def __init__(self, nbytes: int, chunks: Callable[[], Iterable[bytes | memoryview]]) -> None:
         self._nbytes, self._chunks = nbytes, chunks
 
     @classmethod

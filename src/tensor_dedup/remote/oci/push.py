@@ -8,7 +8,8 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 from urllib.parse import quote
@@ -37,6 +38,8 @@ from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.
 _STEP: Final = 32 << 20
+# So much is handed on at once, and may go before an error or an interrupt ends what is under way.
+_SLICE: Final = 1 << 20
 _AT_ONCE: Final = 3
 _REMEMBERED: Final = 20_000
 # The layers of an artifact with their digests, in order. Equal files are equal layers.
@@ -94,7 +97,7 @@ class _Push:
     ) -> None:
         self._registry, self._checkpoint, self._progress = registry, checkpoint, progress
         self._known = _KnownBlobs(files, registry.name.host)
-        self._began = time.monotonic()
+        self._began, self._is_ended = time.monotonic(), False
 
     def is_there(self) -> bool:
         """Whether the tag stands for the checkpoint, with its tables.
@@ -114,9 +117,24 @@ class _Push:
     def layers(self) -> Layers:
         layers = modelpack.layers_of(self._checkpoint.files)
         # Not the store's pool: SHA-256 of whole layers, a layer a thread.
+        with self._threads() as pool:
+            digest = partial(layer_digest, self._checkpoint, advance=self._check_going_on)
+            return [*zip(pool.map(digest, layers), layers, strict=True)]
+
+    @contextmanager
+    def _threads(self) -> Iterator[ThreadPoolExecutor]:
+        """Context manager: threads that an error or an interrupt ends, not at the layers' ends."""
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            digests = pool.map(partial(layer_digest, self._checkpoint), layers)
-            return [*zip(digests, layers, strict=True)]
+            try:
+                yield pool
+            except BaseException:
+                self._is_ended = True
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _check_going_on(self, _: int) -> None:
+        if self._is_ended:
+            raise CancelledError
 
     def missing(self, layers: Layers) -> dict[str, ArtifactLayer]:
         wanted = dict(layers)
@@ -134,20 +152,23 @@ class _Push:
         progress.saved(sum(layer.nbytes for layer in dict(layers).values()) - nbytes)
         progress.start(nbytes)
 
+        def advance(nbytes: int) -> None:
+            self._check_going_on(nbytes)
+            progress.advance(nbytes)
+
         def send(digest: str) -> bool:
             layer = missing[digest]
-            content = partial(_content, self._checkpoint, layer, progress.advance)
+            content = partial(_content, self._checkpoint, layer, advance)
             sent = registry.upload(digest, Body(layer.nbytes, content), origins.get(digest))
             if not sent:
                 progress.saved(layer.nbytes)
             return sent
 
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            try:
-                sent = [*pool.map(send, missing)]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with self._threads() as pool:
+            under_way = [pool.submit(send, digest) for digest in missing]
+            for each in as_completed(under_way):
+                each.result()  # the first error, be it that of the last layer
+            sent = [each.result() for each in under_way]
         self._known.remember([*dict(layers)], registry.name.repository)
         return [layer for layer, was_sent in zip(missing.values(), sent, strict=True) if was_sent]
 
@@ -227,7 +248,7 @@ class _Push:
 
 def _content(
     checkpoint: StoredCheckpoint, layer: ArtifactLayer, advance: Callable[[int], None]
-) -> Iterator[bytes]:
+) -> Iterator[bytes | memoryview]:
     """The bytes of a layer, from a store, which compares them with their digests."""
     for part in layer.parts:
         if isinstance(part, bytes):
@@ -236,15 +257,24 @@ def _content(
             continue
         for start in range(0, part.nbytes, _STEP):
             stop = min(start + _STEP, part.nbytes)
-            data = checkpoint.read_piece(part.digest, start, stop, part.nbytes)
-            advance(len(data))
-            yield bytes(data)
+            data = memoryview(checkpoint.read_piece(part.digest, start, stop, part.nbytes))
+            for at in range(0, len(data), _SLICE):
+                chunk = data[at : at + _SLICE]
+                advance(len(chunk))
+                yield chunk
 
 
-def layer_digest(checkpoint: StoredCheckpoint, layer: ArtifactLayer) -> str:
-    """Return the digest that a layer of the open `checkpoint` has in a registry."""
+def layer_digest(
+    checkpoint: StoredCheckpoint,
+    layer: ArtifactLayer,
+    advance: Callable[[int], None] = lambda _: None,
+) -> str:
+    """Return the digest that a layer of the open `checkpoint` has in a registry.
+
+    `advance` receives the number of bytes before each part, and may raise an error to end it.
+    """
     hasher = hashlib.sha256()
-    for chunk in _content(checkpoint, layer, lambda _: None):
+    for chunk in _content(checkpoint, layer, advance):
         hasher.update(chunk)
     return f"sha256:{hasher.hexdigest()}"
 

@@ -216,23 +216,23 @@ class RegistryRepository:
         """
         return b"".join(self.chunks(digest, limit))
 
-    def blob_range(self, digest: str, start: int, stop: int) -> memoryview:
-        """Return the bytes of a blob from `start` to `stop`, unverified.
+    def blob_range(self, digest: str, start: int, stop: int) -> Iterator[bytes]:
+        """Iterate over the bytes of a blob from `start` to `stop` in chunks, unverified.
 
-        The result is shorter if the blob ends earlier.
+        They are fewer if the blob ends earlier.
 
         Raises:
             FileNotFoundError: There is no such blob.
             NoRangesError: The registry sends whole blobs only.
             RemoteUnreachableError: The registry does not answer, or sends more than the range.
         """
-        data = bytearray()
+        left = stop - start
         for chunk in self._read(digest, start, stop):
-            data += chunk
-            if len(data) > stop - start:
+            left -= len(chunk)
+            if left < 0:
                 what = f"a range of {stop - start} bytes was answered with more"
                 raise RemoteUnreachableError.at(self.at(digest), what)
-        return memoryview(data)
+            yield chunk
 
     def chunks(
         self, digest: str, limit: int, held: Iterable[bytes | memoryview] = ()
