@@ -27,8 +27,8 @@ from tensor_dedup.training.capture import (
     StepCapture,
     host_tensor,
 )
-from tensor_dedup.training.errors import UnsupportedValueError
-from tensor_dedup.training.state import NamedValue
+from tensor_dedup.training.errors import StateError, UnsupportedValueError
+from tensor_dedup.training.state import NamedValue, raw
 
 NOTES = Notes("run", 0, "numpy", {})
 LARGE = 4 * PACK_BELOW
@@ -119,6 +119,44 @@ def test_each_chunk_is_captured_before_the_next_is_made() -> None:
     assert buffer.nbytes < PACK_BELOW
     found = held(capture_of(chunks(), HostPool(0)))
     assert found == {str(number): bytes([number]) * 100 for number in range(3)}
+
+
+class Refilled:
+    """An object whose provider fills one buffer for each of its values."""
+
+    def __init__(self, buffer: Any, filled: list[int]) -> None:
+        self.buffer, self.filled = buffer, filled
+
+
+def refill(held: Refilled) -> Iterator[tuple[str, Any]]:
+    buffer, last = held.buffer, 0
+    for number, value in enumerate(held.filled):
+        if value != last:  # torch counts every write
+            buffer[:] = bytes([value]) * len(buffer) if isinstance(buffer, bytearray) else value
+            last = value
+        yield f"part{number}", StateChunk(buffer)
+
+
+register_provider(
+    Refilled, StateProvider("test.refilled", refill, lambda state, _: [*state.values()])
+)
+
+
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros, bytearray])
+def test_a_buffer_that_a_provider_fills_again_is_an_error(
+    tmp_path: Path, make: Callable[[int], Any], size: int
+) -> None:
+    with CheckpointStore(tmp_path, "run", compress=None) as run:
+        for save in (run.save, run.save_async):
+            with pytest.raises(StateError, match=r"part1: its memory held 'object\.part0'"):
+                save({"object": Refilled(make(size), [1, 2, 3])}, 0)
+        assert run.steps() == []
+        # The same values in one memory are one value with several names.
+        held = Refilled(make(size), [7, 7])
+        run.save_async({"object": held}, 1).wait()
+        found = run.load(1)["object"]
+    assert [bytes(raw(each)) for each in found] == [raw(StateChunk(held.buffer).value())] * 2
 
 
 class Device:

@@ -86,7 +86,8 @@ class StateProvider:
     * `state(obj)` returns the state of an object: plain values, arrays, tensors, other objects that
       have a provider, StateChunks, or containers of all these. Instead of a dict, it may return an
       iterator over keys and values. A save then takes each value apart before it requests the next
-      one, but may read its memory later. So do not fill one buffer for several values.
+      one, but may read its memory later. So do not fill one buffer for several values: a save
+      fails with a StateError if the first or last 4 KiB of the buffer show it.
     * `restore(state, original)` restores a state into the object `original`, and returns the
       object. If `original` is None, it returns a new object. A StateChunk in the saved state comes
       back as its source. If the source was bytes, or the chunk had a `make`, it comes back as a

@@ -11,12 +11,13 @@ FORMAT.md defines both pieces.
 
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator, Hashable, Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 import msgspec
 
+from tensor_dedup.store.gathered import flat_bytes, place_of
 from tensor_dedup.training.adapters import arrays, plain
 from tensor_dedup.training.adapters.base import (
     PieceSeries,
@@ -58,6 +59,8 @@ _OPTIMIZER_KEYS: Final = frozenset({"state", "param_groups"})
 _KEPT_NAMES: Final = 64
 # So many chunks are handed out together: to come back to where each was met takes a microsecond.
 _MANY: Final = 64
+# Of each end of a value, what says whether its memory was filled again.
+_SAMPLE: Final = 4096
 _names: Final[dict[str, list[str]]] = {}
 
 
@@ -280,6 +283,9 @@ class _Walk:
         self._memories: dict[tuple[Any, ...], str] = {}
         self._kept: list[object] = []
         self._inline = False
+        # By the memory of each value that an iterator has given: its name, and some of its bytes.
+        self._iterating = False
+        self._samples: dict[Hashable, tuple[str, bytes]] = {}
 
     def taken(self) -> list[StateChunk]:
         """Return the chunks that were met since the last call."""
@@ -391,6 +397,7 @@ class _Walk:
             return (yield from self.node(state, place, depth))
         keys: list[object] = []
         items: list[Node] = []
+        iterating, self._iterating = self._iterating, self._iterating or type(state) is not dict
         for key, held in state.items() if type(state) is dict else state:
             keys.append(key)
             at = place.key(key, attribute=True, flat=key in provider.flat)
@@ -400,6 +407,7 @@ class _Walk:
                 items.append((yield from self.node(held, at, depth + 1)))
             if type(state) is not dict and self._ready:  # before the next part is made
                 yield
+        self._iterating = iterating
         wires = _keys(keys, place, depth)
         if type(state) is not dict and len(set(map(msgspec.msgpack.encode, wires))) != len(keys):
             raise UnsupportedValueError.at(str(place), "a state with two parts of one key")
@@ -466,8 +474,31 @@ class _Walk:
     def _add(self, place: ValuePath, held: Any, make: Any = None) -> str:
         name = self._free(place.name or _ALONE)
         self.tensors[name] = held
+        if self._iterating and make is None:
+            self._check_not_refilled(name, held)
         self._ready.append(StateChunk(held, name, self._hints.group, self._hints.frozen, make))
         return name
+
+    def _check_not_refilled(self, name: str, held: Any) -> None:
+        """Check that the memory of a value has not held another value of the same iterator before.
+
+        A save may read a value later, and loads one that has the memory of another one as that.
+
+        Raises:
+            StateError: It has, as far as the ends of the value show.
+        """
+        chunk = StateChunk(held, name)
+        if chunk.residence == "device":
+            return
+        view = flat_bytes(chunk.piece().data)
+        if not view.nbytes:
+            return
+        ends = slice(0, _SAMPLE), slice(max(view.nbytes - _SAMPLE, 0), view.nbytes)
+        sample = b"".join(bytes(view[end]) for end in ends)
+        first, found = self._samples.setdefault(place_of(view), (name, sample))
+        if sample != found:
+            what = f"its memory held {first!r} before; a provider gives each memory of its own"
+            raise StateError.at(name, what, first=first)
 
     def _taken(self, name: str) -> bool:
         return name in self.tensors or any(name in each for each in self.series)
