@@ -374,7 +374,7 @@ def test_whatever_call_of_falling_asleep_fails_the_model_wakes_with_what_it_had(
     addresses = one.addresses()
     assert one.host is not None
     caplog.set_level(logging.CRITICAL, "tensor_dedup")
-    number, said, copied = 0, 0, 0
+    number, said, copied, evicted = 0, 0, 0, 0
     calls: set[str] = set()
     while True:
         number += 1
@@ -396,20 +396,22 @@ def test_whatever_call_of_falling_asleep_fails_the_model_wakes_with_what_it_had(
         one.model.wake()
         assert one.is_right(), number
         assert one.addresses() == addresses
-        evict(one.host)  # so that it is copied again
+        evicted += evict(one.host) > 0  # so that it is copied again
     assert {"begin_copy_out", "synchronize", "record", "wait"} <= calls
     assert said > 3  # a slab that cannot be unmapped
-    assert copied > 20  # a batch that failed is tried again, slab by slab
+    # A batch that failed is tried again, slab by slab. What still has a lease is not copied again.
+    assert copied >= evicted > 3
     one.model.wake()
     assert one.is_right()
 
 
-def evict(host: Client) -> None:
+def evict(host: Client) -> int:
     """Have the copies evicted, after errors have been collected, whose frames have leases."""
     gc.collect(1)
-    if not host.evict("base"):
-        gc.collect()  # of those that a collection has missed before
-        host.evict("base")
+    if evicted := host.evict("base"):
+        return evicted
+    gc.collect()  # of those that a collection has missed before
+    return host.evict("base")
 
 
 def settle_leftovers(one: SleepyEngine) -> None:
