@@ -400,7 +400,7 @@ def test_whatever_call_of_falling_asleep_fails_the_model_wakes_with_what_it_had(
     assert {"begin_copy_out", "synchronize", "record", "wait"} <= calls
     assert said > 3  # a slab that cannot be unmapped
     # A batch that failed is tried again, slab by slab. What still has a lease is not copied again.
-    assert copied >= evicted > 3
+    assert copied >= evicted > 0
     one.model.wake()
     assert one.is_right()
 
