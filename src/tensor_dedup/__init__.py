@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tensor_dedup.patches.huggingface.pipelines import sweep as sweep
     from tensor_dedup.remote.remote import Remote as Remote
     from tensor_dedup.store.reading.tensors import load_tensors as load_tensors
-    from tensor_dedup.training.checkpoint_store import CheckpointStore as CheckpointStore
+    from tensor_dedup.training.run import CheckpointStore as CheckpointStore
 
 # And for run time: the module in which each is looked up when it is first used.
 _HOMES = {
@@ -55,7 +55,7 @@ _HOMES = {
     "enable": "tensor_dedup.patches.huggingface.pipelines",
     "move": "tensor_dedup.patches.huggingface.pipelines",
     "sweep": "tensor_dedup.patches.huggingface.pipelines",
-    "CheckpointStore": "tensor_dedup.training.checkpoint_store",
+    "CheckpointStore": "tensor_dedup.training.run",
     "load_tensors": "tensor_dedup.store.reading.tensors",
     "Remote": "tensor_dedup.remote.remote",
     "Store": "tensor_dedup.api",

@@ -158,6 +158,7 @@ GERUNDS = {
     "offloading": "a term of the field",
     "planning": "a term of the field",
     "reading": "a term of the field",
+    "encoding": "a term of the field",
     "training": "a term of the field",
     "unsharing": "a term of this package, as its public `unshare`",
     "writing": "a term of the field",

@@ -20,7 +20,7 @@ GOOD = {
     "tensor_dedup.cli.analyze": "from tensor_dedup.analyze import analyze",
     "tensorcas.store": "from tensor_dedup.training import TensorCasStore",
     "tensor_dedup.remote.push": "from tensor_dedup.store.objects import Objects",
-    "tensor_dedup.training.incremental_commit": "from tensor_dedup.remote.remote import Remote",
+    "tensor_dedup.training.commit": "from tensor_dedup.remote.remote import Remote",
     "tensor_dedup.planning.plan": "from tensor_dedup.analyze import analyze",
     "tensor_dedup.api": "from tensor_dedup.remote import transfer",
 }
@@ -33,9 +33,9 @@ BAD = [
     ("tensor_dedup.store.gc", "from tensor_dedup.memory_manager.server import Server"),
     ("tensor_dedup.memory_manager.server", "import tensor_dedup.store"),
     ("tensor_dedup.store.store", "def f():\n    from tensor_dedup.remote.pull import pull"),
-    ("tensor_dedup.store.upkeep.gc", "from tensor_dedup.training.incremental_commit import Saved"),
+    ("tensor_dedup.store.upkeep.gc", "from tensor_dedup.training.commit import Saved"),
     ("tensor_dedup.remote.tier", "from tensor_dedup.training.tiers import drain"),
-    ("tensor_dedup.training.incremental_commit", "from tensor_dedup.loader.report import report"),
+    ("tensor_dedup.training.commit", "from tensor_dedup.loader.report import report"),
     ("tensor_dedup.loader.plan", "from tensor_dedup.training import CheckpointStore"),
     ("tensor_dedup.patches.vllm.loader", "from tensor_dedup.planning import placement"),
     ("tensor_dedup.analyze.stored", "from tensor_dedup.api import Store"),
@@ -217,7 +217,7 @@ def test_no_part_of_a_wing_imports_one_above_it() -> None:
         ("store.upkeep.gc", "from tensor_dedup.store.store import LocalStore"),
         ("remote.pull", "from tensor_dedup.remote.transfer import pull"),
         ("cli.terminal", "from tensor_dedup.cli.store import StoreCommand"),
-        ("training.incremental_commit", "from tensor_dedup.training import checkpoint_store"),
+        ("training.commit", "from tensor_dedup.training import run"),
     ],
 )
 def test_an_import_of_a_part_above_is_found(module: str, text: str) -> None:

@@ -23,8 +23,8 @@ from tensor_dedup.training.capture import (
     StepCapture,
     host_tensor,
 )
+from tensor_dedup.training.commit import StepSnapshot
 from tensor_dedup.training.errors import UnsupportedArrayError
-from tensor_dedup.training.incremental_commit import StepSnapshot
 from tensor_dedup.training.state import StateChunk
 from training_runs.trainings import Training
 

@@ -28,7 +28,7 @@ from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.steps.errors import BadOptionError
 from tensor_dedup.store.writing.run_cache import RunCache
 from tensor_dedup.training import CheckpointStore, background_encoder
-from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
+from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
 
 ELEMENTS = 600_000
 MOVING = ("one", "two")

@@ -39,8 +39,8 @@ from tensor_dedup.store.steps.errors import (
 from tensor_dedup.store.steps.runs import describe_all, run_names
 from tensor_dedup.training import CheckpointStore, TensorCasStore
 from tensor_dedup.training.adapters import StateChunk
+from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.training.errors import NamedTwiceError, UnknownAdapterError, UnsupportedArrayError
-from tensor_dedup.training.policy import Compress
 from tensor_dedup.training.state import NamedValue
 
 WRONG = NamedValue("z", "F32", (7,), b"abc")

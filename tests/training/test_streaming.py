@@ -29,7 +29,7 @@ from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.training import CheckpointStore, background, incremental_commit
 from tensor_dedup.training.capture import host_tensor
-from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.encoding.decisions import Compress
 
 ROWS = 1024
 

@@ -72,8 +72,8 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave, Saved
 from tensor_dedup.training.background import with_notes
 from tensor_dedup.training.capture import default_bytes
+from tensor_dedup.training.commit import StepSource
 from tensor_dedup.training.errors import BrokenSaveError
-from tensor_dedup.training.incremental_commit import StepSource
 
 try:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine

@@ -26,7 +26,7 @@ from tensor_dedup.store.steps.runs import StepName, parse_step_name, step_name
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.training.background import Hook
-from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.types import STORE_SCHEME, StrPath
 
 # Lightning is published under two names, and one does not accept the classes of the other.

@@ -34,7 +34,7 @@ from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool
-from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from tensor_dedup.store.steps.runs import Step
 from tensor_dedup.store.upkeep.run_sizes import RunStats
 from tensor_dedup.training.background import PendingSave
 from tensor_dedup.training.capture import HostPool
-from tensor_dedup.training.checkpoint_store import (
+from tensor_dedup.training.commit import Saved
+from tensor_dedup.training.run import (
     CheckpointStore,
     TensorCasStore,
     list_runs,
 )
-from tensor_dedup.training.incremental_commit import Saved
 
 __all__ = [
     "CheckpointStore",

@@ -40,14 +40,14 @@ from tensor_dedup.training.capture import (
     SnapshotDevice,
     StepCapture,
 )
-from tensor_dedup.training.errors import BrokenSaveError, ForkedSaveError, NestedSaveError
-from tensor_dedup.training.incremental_commit import (
+from tensor_dedup.training.commit import (
     Saved,
     SaveLock,
     Saver,
     StepSnapshot,
     StepSource,
 )
+from tensor_dedup.training.errors import BrokenSaveError, ForkedSaveError, NestedSaveError
 from tensor_dedup.training.state import StateChunk
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from tensor_dedup.store.hashing import change_hash
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
 from tensor_dedup.store.writing.run_cache import StoredPiece
-from tensor_dedup.training.incremental_commit import StepSnapshot
+from tensor_dedup.training.commit import StepSnapshot
 from tensor_dedup.training.state import (
     NamedValue,
     StateChunk,

@@ -85,8 +85,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
-        *("errors", "state", "adapters", "in_flight", "first_base", "policy", "background_encoder"),
-        *("incremental_commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
+        *("errors", "state", "adapters", "in_flight", "encoding", "commit", "capture"),
+        *("background", "tiers", "run", "sharded"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),

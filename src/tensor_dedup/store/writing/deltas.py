@@ -5,8 +5,8 @@ store a tensor: by a codec, against an anchor, or both. Leaves (2 MiB) that the 
 same offset are left out. Other leaves are encoded, stored unencoded, or become separate pieces.
 Equal leaves are found by their digests, without reading the tensor or the anchor.
 
-`tensor_dedup.store.writing.encoder` and `tensor_dedup.training.policy` make plans with codecs.
-`LeafSharing` finds anchors that share leaves.
+`tensor_dedup.store.writing.encoder` and `tensor_dedup.training.encoding.decisions` make plans
+with codecs. `LeafSharing` finds anchors that share leaves.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

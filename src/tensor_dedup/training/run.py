@@ -62,9 +62,9 @@ from tensor_dedup.training.background import (
     with_notes,
 )
 from tensor_dedup.training.capture import HostPool, default_bytes
+from tensor_dedup.training.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.training.errors import DrainError
-from tensor_dedup.training.incremental_commit import Saved, Saver, StepSnapshot, StepSource
-from tensor_dedup.training.policy import Compress
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.training.tiers.drain import Drain
 

@@ -66,11 +66,11 @@ from tensor_dedup.store.writing.run_cache import (
     packs_to_merge,
 )
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
-from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
+from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
+from tensor_dedup.training.encoding.decisions import Compress, Deltas, Encoding, checked_compress
+from tensor_dedup.training.encoding.first_base import FirstStep
 from tensor_dedup.training.errors import NamedTwiceError, NestedSaveError
-from tensor_dedup.training.first_base import FirstStep
 from tensor_dedup.training.in_flight import BaseStep, containers_there
-from tensor_dedup.training.policy import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.training.state import NamedValue
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())

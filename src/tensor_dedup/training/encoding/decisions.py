@@ -50,7 +50,7 @@ from tensor_dedup.store.writing.encoder import (
     samples_by_leaf,
 )
 from tensor_dedup.store.writing.run_cache import AnchorMemory, KeptAnchor
-from tensor_dedup.training.first_base import Candidate, FirstStep
+from tensor_dedup.training.encoding.first_base import Candidate, FirstStep
 
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When new tensors are encoded: while nobody waits for it, in each save, or never (None)."""

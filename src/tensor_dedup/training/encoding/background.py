@@ -46,8 +46,8 @@ from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
 from tensor_dedup.store.writing.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
-from tensor_dedup.training.first_base import FirstStep
-from tensor_dedup.training.policy import Deltas, LeftTensor
+from tensor_dedup.training.encoding.decisions import Deltas, LeftTensor
+from tensor_dedup.training.encoding.first_base import FirstStep
 
 if TYPE_CHECKING:
     from pathlib import Path
