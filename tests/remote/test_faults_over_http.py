@@ -33,7 +33,11 @@ from store_runs.stores import content, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
+from tensor_dedup.remote.errors import (
+    RemoteBusyError,
+    RemoteNameTakenError,
+    UnknownRemoteNameError,
+)
 
 HOUR = 3600.0
 VERBS = ("first push", "push", "push over", "pull", "delete", "gc")
@@ -344,8 +348,15 @@ def test_a_server_that_others_have_written(tmp_path: Path, verb: str) -> None:
             proxy.deliver()
             assert_whole(direct, here, paths, case)
             proxy.arm()
-            with suppress(*_REFUSALS.get(verb, ())):
-                works_of(verb, full, here)(remote)
+            try:
+                with suppress(*_REFUSALS.get(verb, ())):
+                    works_of(verb, full, here)(remote)
+            except RemoteBusyError:
+                # A gc that could not read the head once more has not said that it has ended: the
+                # next ones take it for one that deletes, for an hour.
+                assert (verb, fault) == ("gc", "wrong, for good"), case
+                assert names[number].startswith("GET"), case
+                assert names[number].endswith("/catalog/HEAD"), case
             assert_whole(direct, here, paths, case)
             expected = ["base", "tune"] if verb in ("push", "pull") else ["base"]
             assert direct.names() == expected, case
