@@ -39,7 +39,8 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.writing.deltas import EncodedWriter
-from tensor_dedup.training import CheckpointStore, policy
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.encoding import decisions
 
 
 @pytest.fixture(scope="module", params=[None, "auto"])
@@ -125,8 +126,8 @@ def test_the_next_star_is_stored_before_it_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To encode all of a tensor in a save would take its memory again, and its time."""
-    monkeypatch.setattr(policy, "_MOST_PARTS", 2)
-    monkeypatch.setattr(policy, "_FEW", 1.0)
+    monkeypatch.setattr(decisions, "_MOST_PARTS", 2)
+    monkeypatch.setattr(decisions, "_FEW", 1.0)
     dice, mine, planned = np.random.default_rng(3), threading.current_thread(), list[bool]()
     real = EncodedWriter.encode_all
 
@@ -150,7 +151,7 @@ def test_the_next_star_is_stored_before_it_is_encoded(
 
 def test_a_tensor_lies_in_few_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a file that a reader has open, and another leaf is new in each step."""
-    monkeypatch.setattr(policy, "_MOST_PARTS", 3)
+    monkeypatch.setattr(decisions, "_MOST_PARTS", 3)
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(LEAVES):
             run.save({"embedding": model(step)["embedding"]}, step)

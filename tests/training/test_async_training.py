@@ -57,7 +57,7 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
 
 def stream(seen: Path) -> None:
     """Have every step of this process streamed, piece by piece, and note that one was."""
-    from tensor_dedup.training import background, incremental_commit
+    from tensor_dedup.training import background, commit
 
     class Streamed(background.CapturedStep):
         def __init__(self, *given: Any) -> None:
@@ -66,7 +66,7 @@ def stream(seen: Path) -> None:
 
     for module, name, value in (
         (background, "_HELPED_BYTES", 1),
-        (incremental_commit, "_BATCH", 1),
+        (commit, "_BATCH", 1),
         (background, "CapturedStep", Streamed),
     ):
         setattr(module, name, value)

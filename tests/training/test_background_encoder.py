@@ -27,7 +27,8 @@ from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.steps.errors import BadOptionError
 from tensor_dedup.store.writing.run_cache import RunCache
-from tensor_dedup.training import CheckpointStore, background_encoder
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.encoding import background
 from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
 
 ELEMENTS = 600_000
@@ -113,14 +114,14 @@ def test_it_begins_when_no_save_has_come_for_a_moment(
         do(self, cache, job)
 
     monkeypatch.setattr(BackgroundEncoder, "_do", noted)
-    monkeypatch.setattr(background_encoder, "_REST_S", 3600.0)
+    monkeypatch.setattr(background, "_REST_S", 3600.0)
     with run_on(tmp_path) as run:
         save_both(run)
         assert encoder_of(run).busy
         assert begun == []
         run.gc(0)  # which waits for it
         assert begun == ["run@0", "run@1"]
-        monkeypatch.setattr(background_encoder, "_REST_S", 0.0)
+        monkeypatch.setattr(background, "_REST_S", 0.0)
         run.save(model_of(2), 2)
         encoder_of(run).wait_for("run@2", lambda: False)
     assert encoded(run, 2) >= set(MOVING)
@@ -191,7 +192,7 @@ def test_an_open_checkpoint_stays_readable(tmp_path: Path) -> None:
 def test_a_container_that_cannot_go_goes_with_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
+    monkeypatch.setattr(background, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
     with run.store.handle.locked():  # as an export does
         run.save(model_of(0), 0)
@@ -346,7 +347,7 @@ def test_what_is_a_part_of_something_stays_one(
 def test_nothing_is_stored_against_what_waits_to_be_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
+    monkeypatch.setattr(background, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
     with run.store.handle.locked():
         for step in range(3):
@@ -392,7 +393,7 @@ def test_nothing_is_removed_when_a_gc_has_chosen_it(
 def test_a_container_that_cannot_go_goes_when_the_handle_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
+    monkeypatch.setattr(background, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
     with run.store.handle.locked():
         run.save(model_of(0), 0)
@@ -539,7 +540,7 @@ def test_a_training_that_is_never_idle_piles_up_no_steps(tmp_path: Path) -> None
 def test_the_gc_of_others_does_not_wait_for_a_thread_that_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background_encoder, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(background, "_PATIENCE_S", 0.05)
     run, began = run_on(tmp_path), threading.Event()
     stand_still = encoder_of(run)._stand_still
     ended = []
@@ -548,7 +549,7 @@ def test_the_gc_of_others_does_not_wait_for_a_thread_that_stands_still(
         began.set()
         try:
             stand_still()
-        except background_encoder._GivenUpError:
+        except background._GivenUpError:
             ended.append(1)
             raise
 

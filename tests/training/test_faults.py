@@ -47,7 +47,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.store.writing import containers
-from tensor_dedup.training import CheckpointStore, HostPool, incremental_commit
+from tensor_dedup.training import CheckpointStore, HostPool, commit
 from tensor_dedup.training.background import CapturedStep
 from tensor_dedup.training.capture import CaptureContext, StepCapture
 
@@ -141,7 +141,7 @@ def streamed(run: CheckpointStore) -> None:
     step = CapturedStep(extracted, capture)
     assert sum(want.private for _, want in step.arriving()) >= 2
     # Piece by piece, each on its way to the disk before the next is looked at.
-    with patch.object(incremental_commit, "_BATCH", 1), patch.object(containers, "_TOGETHER", 1):
+    with patch.object(commit, "_BATCH", 1), patch.object(containers, "_TOGETHER", 1):
         run.commit(step)
 
 
