@@ -312,8 +312,8 @@ def test_a_kill_before_a_name_is_durable_and_then_a_power_cut(folder: Path, ever
         again._journal += unsynced
         run = open_(where / "fast", bucket_in(where, again), **options)
         drain(run)
-        assert run._drain is not None
-        run._drain._tidy()  # as after the next step, but nothing new is written
+        assert run._tiers is not None
+        run._tiers.tidy()  # as after the next step, but nothing new is written
         assert handle(where / "fast").steps() == [3]
         again.lose("everything")
         left = remote_alone(bucket_in(where), folder / "alone")

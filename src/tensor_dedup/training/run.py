@@ -67,6 +67,7 @@ from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.training.errors import DrainError
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.training.tiers.drain import Drain
+from tensor_dedup.training.tiers.two_tiers import TwoTiers
 
 if TYPE_CHECKING:
     import torch
@@ -225,18 +226,18 @@ class CheckpointStore:
         if not isinstance(pool, HostPool):
             pool = HostPool(default_bytes() if pool is None else pool)
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=workers)
+        self._tiers: TwoTiers | None = None
         self._drain: Drain | None = None
         if drain is not None:
             from tensor_dedup.training.tiers.remote_tier import second_tier
 
             tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
+            self._tiers = TwoTiers(
+                self.store, tier, self._steps, self._retention, keep_fast=keep_fast
+            )
             self._drain = Drain(
-                self.store,
-                tier,
-                self._steps,
-                self._retention,
+                self._tiers,
                 wait_for_encoding=self._saver.wait_for_encoding,
-                keep_fast=keep_fast,
                 backlog=drain_backlog,
             )
             weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
@@ -340,8 +341,8 @@ class CheckpointStore:
         while True:
             with self.store.handle.locked():
                 there = {*step_numbers(self.store.handle.objects, self.run_id)}
-            if self._drain is not None:
-                there |= self._drain.numbers()
+            if self._tiers is not None:
+                there |= self._tiers.numbers()
             extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
             with suppress(NameTakenError):  # somebody was quicker: what was written is used again
                 return self.commit(extracted.as_new())
@@ -477,8 +478,8 @@ class CheckpointStore:
             CorruptTensorError, MissingObjectError: The store has no intact copy of a tensor.
             StateError: The state cannot be restored, or does not fit `original`.
         """
-        if self._drain is not None:
-            adapter, values = self._drain.read(step, self._read)
+        if self._tiers is not None:
+            adapter, values = self._tiers.read(step, self._read)
             return adapter.reconstruct(values, original)
         try:
             opened = self.store.checkpoint(step_name(self.run_id, step))
@@ -509,8 +510,8 @@ class CheckpointStore:
             UnknownStepError: The run has no such step.
             NotATrainingError: The checkpoint with the name RUN@STEP was imported.
         """
-        if self._drain is not None:
-            return self._drain.manifest(step)
+        if self._tiers is not None:
+            return self._tiers.manifest(step)
         with self.store.handle.locked():
             return manifest_of(self.store.handle.objects, self.run_id, step)[0]
 
@@ -522,8 +523,8 @@ class CheckpointStore:
         return list(self._places())
 
     def _places(self) -> "Mapping[int, StepPlace]":
-        if self._drain is not None:
-            return self._drain.places()
+        if self._tiers is not None:
+            return self._tiers.places()
         with self.store.handle.locked():
             return self._steps.places()
 
@@ -541,8 +542,8 @@ class CheckpointStore:
         return {each.step: each.metrics for each in self._described()}
 
     def _described(self) -> list[Step]:
-        if self._drain is not None:
-            return self._drain.described()
+        if self._tiers is not None:
+            return self._tiers.described()
         with self.store.handle.locked():
             return describe_all(self.store.handle.objects, self.run_id)
 
@@ -576,8 +577,8 @@ class CheckpointStore:
             KeptStepError: The step is kept.
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run.
         """
-        if self._drain is not None:
-            self._drain.delete(step)
+        if self._tiers is not None:
+            self._tiers.delete(step)
         else:
             self._delete(step)
 
@@ -610,8 +611,8 @@ class CheckpointStore:
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
         be read, are never deleted. The space is freed by a later `gc`, after a grace period.
         """
-        if self._drain is not None:
-            return self._drain.prune(dry_run=dry_run, among=among)
+        if self._tiers is not None:
+            return self._tiers.prune(dry_run=dry_run, among=among)
         return self._delete_unretained(None, dry_run=dry_run, among=among)
 
     def keep(self, step: int) -> None:
@@ -622,8 +623,8 @@ class CheckpointStore:
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or
                 an imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
-        if self._drain is not None:
-            self._drain.keep(step)
+        if self._tiers is not None:
+            self._tiers.keep(step)
             return
         with self.store.handle.locked():
             keep_step(self.store.handle.objects, self.run_id, step)
@@ -634,8 +635,8 @@ class CheckpointStore:
         Raises:
             NotATrainingError: An imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
-        if self._drain is not None:
-            self._drain.unkeep(step)
+        if self._tiers is not None:
+            self._tiers.unkeep(step)
             return
         objects, name = self.store.handle.objects, step_name(self.run_id, step, kept=True)
 
@@ -647,8 +648,8 @@ class CheckpointStore:
 
     def kept(self) -> set[int]:
         """Return the numbers of the steps that are kept."""
-        if self._drain is not None:
-            return self._drain.kept()
+        if self._tiers is not None:
+            return self._tiers.kept()
         with self.store.handle.locked():
             return kept_steps(self.store.handle.objects, self.run_id)
 
@@ -759,8 +760,8 @@ class CheckpointStore:
     def _check_replaceable(self, step: int) -> None:
         with self.store.handle.translated():
             check_replaceable(self.store.handle.objects, self.run_id, step)
-        if self._drain is not None:
-            self._drain.check_replaceable(step)
+        if self._tiers is not None:
+            self._tiers.check_replaceable(step)
 
     def _small_files(
         self, config: "StrPath | Mapping[str, str | bytes] | None"

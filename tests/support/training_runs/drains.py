@@ -64,11 +64,11 @@ def keep(run: CheckpointStore) -> None:
 
 def of_an_earlier_version(run: CheckpointStore) -> None:
     """Neither tier has a note of the other."""
-    assert run._drain is not None
-    run._drain._notes._note = None
+    assert run._tiers is not None
+    run._tiers._notes._note = None
     for folder in ("tiers", "drains"):
         shutil.rmtree(run.store.path / folder)
-    second = run._drain.second
+    second = run._tiers.second
     if isinstance(second, StoreTier):
         (second.path / "identity").unlink()
     else:

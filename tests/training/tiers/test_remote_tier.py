@@ -508,12 +508,12 @@ from store_runs.stores import handle
 run = handle(Path(sys.argv[1]), drain=sys.argv[2], compress="always")
 Path(sys.argv[1], "opened").touch()
 if sys.argv[3] == "away":
-    run._drain.second._bucket.url = "away"
+    run._tiers.second._bucket.url = "away"
     def refuse(*_, **__):
         from tensor_dedup.remote.errors import RemoteUnreachableError
         raise RemoteUnreachableError.at("away", "nobody is there")
     for name in ("get", "put", "put_if", "list", "head"):
-        setattr(run._drain.second._bucket, name, refuse)
+        setattr(run._tiers.second._bucket, name, refuse)
 for step in range(3):
     run.save_async(model_of(step), step)
 """

@@ -260,12 +260,12 @@ def test_nothing_is_swept_while_a_save_counts_on_a_deleted_step(tmp_path: Path) 
         for step in range(2):
             run.save(noise(step), step)
         run.drain()
-        assert run._drain is not None
+        assert run._tiers is not None
         base = run._saver.base()
         assert len(base.pieces) == 1
         run.delete(1)
         for left in (2, 0):
-            run._drain._sweep(10)
+            run._tiers.space.sweep(10)
             assert size(tmp_path, "fast") >> 20 == left
             assert not run._saver.base().pieces  # what begins now counts on nothing
             base.release()
