@@ -352,11 +352,11 @@ def test_a_server_that_others_have_written(tmp_path: Path, verb: str) -> None:
                 with suppress(*_REFUSALS.get(verb, ())):
                     works_of(verb, full, here)(remote)
             except RemoteBusyError:
-                # A gc that could not read the head once more has not said that it has ended: the
+                # A gc that could not read or write the head has not said that it has ended: the
                 # next ones take it for one that deletes, for an hour.
-                assert (verb, fault) == ("gc", "wrong, for good"), case
-                assert names[number].startswith("GET"), case
-                assert names[number].endswith("/catalog/HEAD"), case
+                assert verb == "gc", case
+                assert fault.endswith("for good"), case
+                assert "/catalog/HEAD" in names[number], case
             assert_whole(direct, here, paths, case)
             expected = ["base", "tune"] if verb in ("push", "pull") else ["base"]
             assert direct.names() == expected, case
