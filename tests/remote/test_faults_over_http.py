@@ -352,11 +352,10 @@ def test_a_server_that_others_have_written(tmp_path: Path, verb: str) -> None:
                 with suppress(*_REFUSALS.get(verb, ())):
                     works_of(verb, full, here)(remote)
             except RemoteBusyError:
-                # A gc that could not read or write the head has not said that it has ended: the
-                # next ones take it for one that deletes, for an hour.
+                # A gc that may still delete something, because a deletion or the catalog was not
+                # answered, is taken for one at work for an hour.
                 assert verb == "gc", case
-                assert fault.endswith("for good"), case
-                assert "/catalog/HEAD" in names[number], case
+                assert any(part in names[number] for part in ("DELETE", "catalog/", "trash/")), case
             assert_whole(direct, here, paths, case)
             expected = ["base", "tune"] if verb in ("push", "pull") else ["base"]
             assert direct.names() == expected, case

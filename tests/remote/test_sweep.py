@@ -11,6 +11,7 @@ from remote_runs.remotes import Faulty, Killed, MemoryBucket
 from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import (
     Catalog,
     CatalogChange,
@@ -22,7 +23,7 @@ from tensor_dedup.remote.catalog import (
     read_table,
     with_more,
 )
-from tensor_dedup.remote.errors import RemoteBusyError
+from tensor_dedup.remote.errors import RemoteBusyError, RemoteUnreachableError
 from tensor_dedup.store.format.tables import Record
 
 HOUR = 3600.0
@@ -341,6 +342,27 @@ def test_only_what_was_not_answered_stays_on_the_list(
     assert catalog_of(server).trash.deletion is None
     full.push(Remote(server), "tune")
     assert_whole(tmp_path, server, "base", "tune")
+
+
+def test_a_sweep_that_failed_keeps_the_next_one_from_nothing(
+    tmp_path: Path, full: Store, bucket: MemoryBucket
+) -> None:
+    class Broken(MemoryBucket):
+        broken = True
+
+        def head(self, key: str) -> ObjectStatus | None:
+            if self.broken and key.startswith(layout.CONTAINERS):
+                raise RemoteUnreachableError.at(self.at(key), "no answer")
+            return super().head(key)
+
+    server = Broken()
+    server.objects, server.clock = bucket.objects, bucket.clock
+    with pytest.raises(RemoteUnreachableError):
+        Remote(server).gc(24)
+    assert catalog_of(server).trash.deletion is None
+    server.broken = False
+    assert containers_in(Remote(server).gc(24).delete)
+    assert_whole(tmp_path, server, "base")
 
 
 def test_a_sweep_beside_the_deletion_of_another_one_is_certain_of_what_it_sees(

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Final
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.catalog import (
@@ -109,7 +110,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
             continue  # before all of the catalog is written for an attempt that is in vain
         if not _entered(bucket, catalog, wanted):
             continue
-        gone = _execute(bucket, doomed, wanted.trash.deletion, began)
+        gone = _execute(bucket, doomed, wanted.trash.deletion, catalog.trash.condemned, began)
         deleted = tuple(key for key in plan.delete if key in gone)
         nbytes = sum(doomed[key].size for key in deleted)
         return replace(plan, done=True, delete=deleted, deleted_bytes=nbytes)
@@ -275,9 +276,16 @@ def _entered(bucket: Bucket, catalog: Catalog, wanted: CatalogChange) -> bool:
 
 
 def _execute(
-    bucket: Bucket, doomed: Mapping[str, ObjectStatus], deletion: Deletion | None, began: float
+    bucket: Bucket,
+    doomed: Mapping[str, ObjectStatus],
+    deletion: Deletion | None,
+    condemned: Mapping[str, int],
+    began: float,
 ) -> set[str]:
-    """Delete objects that are still what they were when they were listed; return which were."""
+    """Delete objects that are still what they were when they were listed; return which were.
+
+    After an error, what is left is condemned as it was.
+    """
     gone, late = set[str](), set[str]()
     if not doomed:
         return gone
@@ -300,10 +308,16 @@ def _execute(
             bucket.delete(key)
         gone.add(key)
 
-    for first in (True, False):
-        for _ in bucket.each(delete, [key for key in doomed if (_order(key)[0] == 0) == first]):
-            pass
-    _leave(bucket, deletion, late, began)
+    try:
+        for first in (True, False):
+            for _ in bucket.each(delete, [key for key in doomed if (_order(key)[0] == 0) == first]):
+                pass
+    except StoreError:
+        left = {key: since for key, since in condemned.items() if key in doomed.keys() - gone}
+        with suppress(StoreError):  # so that the next run need not take this one for one at work
+            _leave(bucket, deletion, late, left, began)
+        raise
+    _leave(bucket, deletion, late, {}, began)
     return gone
 
 
@@ -313,11 +327,18 @@ def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
     return is_equal and abs(one.modified - other.modified) < _CLOCK_S
 
 
-def _leave(bucket: Bucket, deletion: Deletion | None, late: Collection[str], began: float) -> None:
+def _leave(
+    bucket: Bucket,
+    deletion: Deletion | None,
+    late: Collection[str],
+    condemned: Mapping[str, int],
+    began: float,
+) -> None:
     """Note that this run deletes nothing more: pushes need not mind that.
 
-    What may still be deleted later, as a request was not answered, stays noted. A run whose time is
-    over leaves the note to the next one, for others hold it for dead.
+    What is `condemned` is left for a later run. What may still be deleted later, as a request was
+    not answered, stays noted. A run whose time is over leaves the note to the next one, for others
+    hold it for dead.
     """
 
     def change(catalog: Catalog) -> CatalogChange | None:
@@ -326,7 +347,8 @@ def _leave(bucket: Bucket, deletion: Deletion | None, late: Collection[str], beg
         if boottime() - began > _DELETING_S:
             return None
         left = Deletion(deletion.since, sorted(late)) if late else None
-        trash = Trash(catalog.trash.condemned, left)
+        waiting = {key: since for key, since in condemned.items() if key not in late}
+        trash = Trash({**waiting, **catalog.trash.condemned}, left)
         return CatalogChange(*with_more(catalog, ()), trash, catalog.damaged)
 
     with suppress(RemoteBusyError):  # the next gc does it
