@@ -47,7 +47,7 @@ from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.hashing import SilentListener
 from tensor_dedup.store.writing import sources
 from tensor_dedup.store.writing.transaction import OrderedTransaction
-from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.snapshot import StepSnapshot
 
 INDEX = "model.safetensors.index.json"
 A, B = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))

@@ -11,7 +11,7 @@ from store_runs.stores import Arrays, Model, assert_same, handle, network, share
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.writing.run_cache import Places
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.training.commit import PieceWriter
+from tensor_dedup.training.piece_writer import PieceWriter
 
 _FORK = multiprocessing.get_context("fork")
 _EACH = 6

@@ -35,8 +35,9 @@ from tensor_dedup.store.steps.errors import BadOptionError, BadStepError, KeptSt
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore, PendingSave
 from tensor_dedup.training.adapters import StateProvider, register_provider
-from tensor_dedup.training.capture import CaptureContext, HostPool, StepCapture
+from tensor_dedup.training.capture import CaptureContext, StepCapture
 from tensor_dedup.training.errors import ForkedSaveError, UnsupportedArrayError
+from tensor_dedup.training.host_pool import HostPool
 
 WEIGHT_BYTES = 160 * 200 * 4
 
@@ -270,14 +271,14 @@ def test_what_is_collected_between_looking_and_committing_is_an_error(tmp_path: 
     run.save_async(model, 0).wait()
     taken = run._extract(model, 1, None, None)
     context = CaptureContext(run._saves._pool, [], set(), run._saver.base().pieces)
-    capture = StepCapture(taken.chunks, context)
+    capture = StepCapture(taken, context)
     capture.hold()
     other = handle(tmp_path)
     other.delete(0)
     other.gc(0)
     model["layer0.weight"][0, 0] += 1  # as it may
     with pytest.raises(LostHitError, match="1 tensors"):
-        run.commit(capture.snapshot(taken.notes, taken.files))
+        run.commit(capture.snapshot())
     assert run.steps() == []
     run.save_async(model, 1).wait()
     assert_same(run.load(1), model)
@@ -294,7 +295,7 @@ def test_what_is_collected_meanwhile_is_written_anew_from_memory(
     taken = run._extract(model, 1, None, None)
     changing = {*model} if copied_first else set()
     context = CaptureContext(run._saves._pool, [], changing, run._saver.base().pieces)
-    capture = StepCapture(taken.chunks, context)
+    capture = StepCapture(taken, context)
     capture.hold()
     other = handle(tmp_path)
     other.delete(0)
@@ -302,7 +303,7 @@ def test_what_is_collected_meanwhile_is_written_anew_from_memory(
     expected = copied(model)
     if copied_first:  # the copies are in the pool
         train(model, 9, *model)
-    saved = run.commit(capture.snapshot(taken.notes, taken.files))
+    saved = run.commit(capture.snapshot())
     capture.release()
     assert saved.new_tensors == 6
     assert_same(run.load(1), expected)

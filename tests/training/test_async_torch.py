@@ -16,15 +16,11 @@ from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.gathered import Gathered
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.training import CheckpointStore, state
-from tensor_dedup.training.capture import (
-    CaptureContext,
-    CudaDevice,
-    HostPool,
-    StepCapture,
-    host_tensor,
-)
-from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.capture import CaptureContext, StepCapture
+from tensor_dedup.training.devices import CudaDevice, host_tensor
 from tensor_dedup.training.errors import UnsupportedArrayError
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot
 from tensor_dedup.training.state import StateChunk
 from training_runs.trainings import Training
 
@@ -95,13 +91,13 @@ def test_hooks_are_taken_off(tmp_path: Path) -> None:
     assert not run._saves._hooked  # an optimizer that is gone makes nothing wait
 
 
-def chunks(values: dict[str, torch.Tensor]) -> list[StateChunk]:
-    return [StateChunk(tensor, name) for name, tensor in values.items()]
+def step_of(values: dict[str, Any]) -> ExtractedStep:
+    return ExtractedStep(NOTES, [StateChunk(each, name) for name, each in values.items()], {})
 
 
 def capture_of(values: dict[str, torch.Tensor], pool: int = 1 << 20, **more: Any) -> StepCapture:
     return StepCapture(
-        chunks(values), CaptureContext(HostPool(pool), more.get("devices", []), set(), {})
+        step_of(values), CaptureContext(HostPool(pool), more.get("devices", []), set(), {})
     )
 
 
@@ -120,7 +116,7 @@ def test_a_write_before_the_update_is_found() -> None:
         weight.add_(1)
     capture.work()
     with pytest.raises(ChangedModelError, match="'weight'"):
-        capture.snapshot(NOTES, {})
+        capture.snapshot()
 
 
 @pytest.mark.parametrize("first", ["tensor", "array"])
@@ -130,14 +126,14 @@ def test_an_array_is_copied_at_once_where_a_tensor_shares_its_memory(first: str)
     values: dict[str, Any] = {"tensor": tensor, "array": array}
     order = [first, *(values.keys() - {first})]
     capture = StepCapture(
-        [StateChunk(values[name], name) for name in order],
+        step_of({name: values[name] for name in order}),
         CaptureContext(HostPool(1 << 20), [], set(), {}),
     )
     assert len(capture._large) == 1
     capture.guard()
     array += 1
     capture.hold()
-    assert held(capture.snapshot(NOTES, {})) == 2 * expected
+    assert held(capture.snapshot()) == 2 * expected
 
 
 def test_a_write_is_found_through_any_tensor_of_one_memory() -> None:
@@ -149,7 +145,7 @@ def test_a_write_is_found_through_any_tensor_of_one_memory() -> None:
         tensors[number].add_(1)
         capture.work()
         with pytest.raises(ChangedModelError, match="'a'"):
-            capture.snapshot(NOTES, {})
+            capture.snapshot()
 
 
 def test_all_kinds_of_tensors_are_copied_in_order() -> None:
@@ -167,7 +163,7 @@ def test_all_kinds_of_tensors_are_copied_in_order() -> None:
     capture.hold()
     for tensor in values.values():
         tensor.resolve_conj().numpy().fill(7) if tensor.dtype != torch.bfloat16 else tensor.fill_(7)
-    assert held(capture.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot()) == expected
     capture.release()
 
 
@@ -212,7 +208,7 @@ class _SlowCopies:
 def staged(values: dict[str, torch.Tensor], room: int = 1 << 20) -> tuple[StepCapture, Slow]:
     device = Slow()
     context = CaptureContext(PageablePool(room), [device], set(), {})
-    return StepCapture(chunks(values), context), device
+    return StepCapture(step_of(values), context), device
 
 
 def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
@@ -225,7 +221,7 @@ def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
     capture.hold()
     for tensor in values.values():
         tensor.fill_(0)
-    assert held(capture.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot()) == expected
 
 
 def test_views_are_resolved_by_the_copies_of_a_device() -> None:
@@ -240,7 +236,7 @@ def test_views_are_resolved_by_the_copies_of_a_device() -> None:
         (False, True),
     ]
     capture.hold()
-    assert held(capture.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot()) == expected
 
 
 def test_a_device_waits_at_once_for_what_could_change_unnoticed() -> None:
@@ -249,7 +245,7 @@ def test_a_device_waits_at_once_for_what_could_change_unnoticed() -> None:
     expected = data_of(*values.values())
     capture, _ = staged(values)
     values["a"].numpy().fill(0)  # before anybody has called hold
-    assert held(capture.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot()) == expected
 
 
 def test_a_write_on_a_device_before_the_update_is_found() -> None:
@@ -260,7 +256,7 @@ def test_a_write_on_a_device_before_the_update_is_found() -> None:
         if held_back:
             capture.hold()
         with pytest.raises(ChangedModelError, match="'weight'"):
-            capture.snapshot(NOTES, {})
+            capture.snapshot()
 
 
 def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
@@ -270,7 +266,7 @@ def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
     assert [len(each.waiting) for each in device.begun] == [1]
     capture.hold()
     assert capture.lacks_room()  # whoever wants to change it waits until it is saved
-    assert held(capture.snapshot(NOTES, {})) == expected
+    assert held(capture.snapshot()) == expected
 
 
 def test_what_a_device_has_no_room_for_is_read_there_in_parts(
@@ -285,7 +281,7 @@ def test_what_a_device_has_no_room_for_is_read_there_in_parts(
     assert all(isinstance(capture._pieces[at].data, Gathered) for at in (1, 2, 3))
     capture.hold()
     assert capture.lacks_room()
-    snapshot = capture.snapshot(NOTES, {})
+    snapshot = capture.snapshot()
     assert held(snapshot) == expected
     snapshot.check_unchanged()
     plain.mul_(1)
@@ -297,7 +293,7 @@ def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
     pool = PageablePool(1 << 20)
     values = {"a": _inference(), "b": torch.randn(9).to_sparse()}  # a is copied in its turn
     with pytest.raises(UnsupportedArrayError):
-        StepCapture(chunks(values), CaptureContext(pool, [Slow()], set(), {}))
+        StepCapture(step_of(values), CaptureContext(pool, [Slow()], set(), {}))
     assert pool.allocated == 22 * 4096
     pool.clear()
     assert pool.allocated == 0
@@ -346,10 +342,10 @@ def test_copies_from_a_gpu_do_not_hold_up_the_host() -> None:
     weight = torch.randn(8192, 8192, device="cuda")
     expected = weight.cpu()
     capture = StepCapture(
-        chunks({"weight": weight}), CaptureContext(HostPool(1 << 30), [CudaDevice()], set(), {})
+        step_of({"weight": weight}), CaptureContext(HostPool(1 << 30), [CudaDevice()], set(), {})
     )
     stream = capture._streams[weight.device]
     assert isinstance(stream._event.query(), bool)  # type: ignore[attr-defined]
     capture.hold()
     weight.fill_(0)  # the device waits, so this comes after the copy
-    assert held(capture.snapshot(NOTES, {})) == data_of(expected)
+    assert held(capture.snapshot()) == data_of(expected)

@@ -57,19 +57,20 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
 
 def stream(seen: Path) -> None:
     """Have every step of this process streamed, piece by piece, and note that one was."""
-    from tensor_dedup.training import background, commit
+    from tensor_dedup.training import background, capture, piece_writer
 
-    class Streamed(background.CapturedStep):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
-            seen.touch()
+    arriving = capture.StepCapture.arriving
 
-    for module, name, value in (
+    def noted(step: capture.StepCapture) -> Any:
+        seen.touch()
+        return arriving(step)
+
+    for home, name, value in (
         (background, "_HELPED_BYTES", 1),
-        (commit, "_BATCH", 1),
-        (background, "CapturedStep", Streamed),
+        (piece_writer, "_BATCH", 1),
+        (capture.StepCapture, "arriving", noted),
     ):
-        setattr(module, name, value)
+        setattr(home, name, value)
 
 
 def _is_further(root: str, step: int) -> bool:

@@ -16,7 +16,7 @@ from tensor_dedup.store.buffers import address
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.training.capture import HostPool
+from tensor_dedup.training.host_pool import HostPool
 
 # What begins or ends in the middle of a page, and what is too small to be written so.
 LESS: list[Loss] = ["bytes", "nothing"]

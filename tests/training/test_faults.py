@@ -47,8 +47,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.store.writing import containers
-from tensor_dedup.training import CheckpointStore, HostPool, commit
-from tensor_dedup.training.background import CapturedStep
+from tensor_dedup.training import CheckpointStore, HostPool, piece_writer
 from tensor_dedup.training.capture import CaptureContext, StepCapture
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
@@ -136,12 +135,11 @@ def streamed(run: CheckpointStore) -> None:
     """A save in the background that writes what is captured before it knows the rest."""
     extracted = run._extract(model_of(2), 2, None, None)
     context = CaptureContext(HostPool(1 << 24), [], set(), run._saver.base().pieces)
-    capture = StepCapture(extracted.chunks, context)
-    capture.hold()
-    step = CapturedStep(extracted, capture)
+    step = StepCapture(extracted, context)
+    step.hold()
     assert sum(want.private for _, want in step.arriving()) >= 2
     # Piece by piece, each on its way to the disk before the next is looked at.
-    with patch.object(commit, "_BATCH", 1), patch.object(containers, "_TOGETHER", 1):
+    with patch.object(piece_writer, "_BATCH", 1), patch.object(containers, "_TOGETHER", 1):
         run.commit(step)
 
 

@@ -30,8 +30,8 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.writing import import_ as import_module
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.training.commit import StepSnapshot
 from tensor_dedup.training.errors import NamedTwiceError
+from tensor_dedup.training.snapshot import StepSnapshot
 
 
 @pytest.fixture

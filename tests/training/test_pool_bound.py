@@ -24,7 +24,9 @@ from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore, state
 from tensor_dedup.training.adapters import StateChunk
-from tensor_dedup.training.capture import CaptureContext, HostPool, StepCapture
+from tensor_dedup.training.capture import CaptureContext, StepCapture
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.snapshot import ExtractedStep
 
 MIB = 1 << 20
 TENSOR, COUNT = 16 * MIB, 6
@@ -273,11 +275,12 @@ def test_what_is_small_makes_a_pool_grow_that_has_not_so_much_in_all() -> None:
     pool, small = HostPool(2 * PACK_BELOW), [np.full(9 << 10, n, np.uint8) for n in range(100)]
     for _ in range(2):
         chunks = [StateChunk(each, str(number)) for number, each in enumerate(small)]
-        capture = StepCapture(chunks, CaptureContext(pool, [], set(), {}))
+        step = ExtractedStep(Notes("run", 0, "numpy", {}), chunks, {})
+        capture = StepCapture(step, CaptureContext(pool, [], set(), {}))
         assert pool.capacity < pool.allocated <= 100 * (10 << 10) + PACK_BELOW
         capture.hold()
         assert not capture.lacks_room()
-        pieces = capture.snapshot(Notes("run", 0, "numpy", {}), {}).pieces
+        pieces = capture.snapshot().pieces
         assert [bytes(each.data) for each in pieces] == [each.tobytes() for each in small]
         capture.release()
         assert pool.allocated <= pool.capacity

@@ -21,13 +21,11 @@ from tensor_dedup.training.adapters import (
     chunks_of,
     register_provider,
 )
-from tensor_dedup.training.capture import (
-    CaptureContext,
-    HostPool,
-    StepCapture,
-    host_tensor,
-)
+from tensor_dedup.training.capture import CaptureContext, StepCapture
+from tensor_dedup.training.devices import host_tensor
 from tensor_dedup.training.errors import StateError, UnsupportedValueError
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.snapshot import ExtractedStep
 from tensor_dedup.training.state import NamedValue, raw
 
 NOTES = Notes("run", 0, "numpy", {})
@@ -67,11 +65,12 @@ def names_of(run: CheckpointStore, step: int) -> list[str]:
 
 
 def capture_of(chunks: Iterator[StateChunk], pool: HostPool, *devices: Any) -> StepCapture:
-    return StepCapture(chunks, CaptureContext(pool, devices, set(), {}))
+    step = ExtractedStep(NOTES, chunks, {})
+    return StepCapture(step, CaptureContext(pool, devices, set(), {}))
 
 
 def held(capture: StepCapture) -> dict[str, bytes]:
-    return {piece.name: bytes(piece.data) for piece in capture.snapshot(NOTES, {}).pieces}
+    return {piece.name: bytes(piece.data) for piece in capture.snapshot().pieces}
 
 
 def golden_state() -> dict[str, Any]:

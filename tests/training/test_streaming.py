@@ -27,8 +27,8 @@ from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.training import CheckpointStore, background, commit
-from tensor_dedup.training.capture import host_tensor
+from tensor_dedup.training import CheckpointStore, background, piece_writer
+from tensor_dedup.training.devices import host_tensor
 from tensor_dedup.training.encoding.decisions import Compress
 
 ROWS = 1024
@@ -89,7 +89,7 @@ def held_run(path: Path, files: Watched) -> tuple[CheckpointStore, Held]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models are streamed too, piece by piece."""
     monkeypatch.setattr(background, "_HELPED_BYTES", 1)
-    monkeypatch.setattr(commit, "_BATCH", 1)
+    monkeypatch.setattr(piece_writer, "_BATCH", 1)
 
 
 def test_what_is_captured_is_written_before_the_rest_is(tmp_path: Path) -> None:

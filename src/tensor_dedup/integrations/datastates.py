@@ -70,10 +70,9 @@ from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError, Un
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave, Saved
-from tensor_dedup.training.background import with_notes
-from tensor_dedup.training.capture import default_bytes
-from tensor_dedup.training.commit import StepSource
-from tensor_dedup.training.errors import BrokenSaveError
+from tensor_dedup.training.errors import BrokenSaveError, with_notes
+from tensor_dedup.training.host_pool import default_bytes
+from tensor_dedup.training.snapshot import StepSource
 
 try:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine

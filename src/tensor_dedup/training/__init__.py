@@ -11,9 +11,9 @@ A step is an ordinary checkpoint of the store, named RUN@STEP.
 
 from tensor_dedup.store.steps.runs import Step
 from tensor_dedup.store.upkeep.run_sizes import RunStats
-from tensor_dedup.training.background import PendingSave
-from tensor_dedup.training.capture import HostPool
 from tensor_dedup.training.commit import Saved
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.run import (
     CheckpointStore,
     TensorCasStore,

@@ -24,31 +24,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tensor_dedup.errors import StoreError
-from tensor_dedup.store.steps.notes import Notes
-from tensor_dedup.store.steps.runs import step_name
-from tensor_dedup.store.writing.containers import Want
-from tensor_dedup.training.capture import (
-    CaptureContext,
-    CudaDevice,
-    HostPool,
-    SnapshotDevice,
-    StepCapture,
-)
-from tensor_dedup.training.commit import (
-    Saved,
-    SaveLock,
-    Saver,
-    StepSnapshot,
-    StepSource,
-)
-from tensor_dedup.training.errors import BrokenSaveError, ForkedSaveError, NestedSaveError
-from tensor_dedup.training.state import StateChunk
+from tensor_dedup.training.capture import CaptureContext, StepCapture
+from tensor_dedup.training.commit import Saved, Saver
+from tensor_dedup.training.devices import CudaDevice, SnapshotDevice
+from tensor_dedup.training.errors import with_notes
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.pending_save import PendingSave
+from tensor_dedup.training.reentry import Capturing, SaveLock
+from tensor_dedup.training.snapshot import ExtractedStep, StepSource
 
 if TYPE_CHECKING:
     import torch
@@ -58,232 +44,6 @@ _log = logging.getLogger(__name__)
 _HELPED_BYTES = 64 << 20
 _HELPERS = 4
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, slots=True)
-class ExtractedStep:
-    """A step that an adapter has taken apart. The chunks may share the model's memory."""
-
-    notes: Notes
-    chunks: Iterable[StateChunk]
-    files: Mapping[str, bytes]
-
-
-@dataclass(slots=True)
-class Times:
-    """The durations in seconds of the phases of one save.
-
-    * `metadata`: the training thread takes the model apart and copies small tensors.
-    * `copy`: large tensors are captured.
-    * `write`: the save's own thread commits the step. This phase overlaps with `copy` if the step
-      is written while it is captured.
-    """
-
-    metadata: float = 0.0
-    copy: float = 0.0
-    write: float = 0.0
-
-
-class CapturedStep:
-    """A step whose commit begins while some of its large tensors are still being captured."""
-
-    new, background = False, True
-
-    def __init__(self, extracted: ExtractedStep, capture: StepCapture) -> None:
-        self.notes, self._files, self._capture = extracted.notes, extracted.files, capture
-
-    @property
-    def name(self) -> str:
-        # docstring inherited
-        return step_name(self.notes.run, self.notes.step)
-
-    def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        # docstring inherited
-        return self._capture.arriving()
-
-    def whole(self) -> StepSnapshot:
-        # docstring inherited
-        return self._capture.snapshot(self.notes, self._files).whole()
-
-    def committed(self) -> None:
-        # docstring inherited
-        self._capture.committed()
-
-
-class Capturing(threading.local):
-    """A flag for each thread that is set while the thread captures or commits a step.
-
-    A signal handler may interrupt that work. If the handler waited for a save, and the save for the
-    interrupted work, neither would ever end. The flag makes the wait an error instead.
-    """
-
-    _here = False
-
-    def run(self, work: Callable[[], _Result]) -> _Result:
-        """Call `work`, which captures or commits, with the flag set; return its result."""
-        before, self._here = self._here, True
-        try:
-            return work()
-        finally:
-            self._here = before
-
-    def check(self, root: Path) -> None:
-        """Check that the calling thread may wait for saves to the store in the folder `root`.
-
-        Raises:
-            NestedSaveError: The calling thread is capturing or committing a step.
-        """
-        if self._here:
-            what = "a save was begun or waited for in the middle of another one"
-            raise NestedSaveError.at(root, what)
-
-
-class PendingSave:
-    """A step that is being saved in the background.
-
-    Safe from any thread in the process that has started the save.
-    """
-
-    def __init__(
-        self,
-        extracted: ExtractedStep,
-        capture: StepCapture,
-        commit: Callable[[StepSource], Saved],
-        previous: "PendingSave | None",
-        root: Path,
-        capturing: Capturing,
-    ) -> None:
-        self.step = extracted.notes.step
-        self.root = root
-        self.name = step_name(extracted.notes.run, extracted.notes.step)
-        self.times = Times()
-        self.reported = False
-        self.streams = False
-        """Whether it may be written while others capture it."""
-        self._extracted, self._capture = extracted, capture
-        self._commit, self._previous, self._capturing = commit, previous, capturing
-        self._owner, self._began = os.getpid(), time.perf_counter()
-        self._captured, self._done = threading.Event(), threading.Event()
-        self._saved: Saved | None = None
-        self._error: StoreError | None = None
-
-    def __repr__(self) -> str:
-        state = "pending" if not self.done() else "committed" if self._saved else "failed"
-        return f"PendingSave({self.name!r} in {str(self.root)!r}, {state})"
-
-    def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
-        return self._done.is_set()
-
-    def wait(self) -> Saved:
-        """Wait until the step is committed and durable, and return the result of the save.
-
-        Raises:
-            StoreError: The save failed; the exception is the error of the save.
-            ForkedSaveError: This process was forked after the save had begun.
-            NestedSaveError: The calling thread is capturing or committing a step of the same
-                CheckpointStore.
-        """
-        self.finish()
-        if self._saved is None:
-            self.reported = True
-            raise self._error or self._broken("it ended")
-        return self._saved
-
-    @property
-    def failed(self) -> StoreError | None:
-        """The error of the save, or None if the save has succeeded or is still running."""
-        return self._error if self._done.is_set() else None
-
-    def finish(self) -> None:
-        """Wait until the save has ended, successfully or not.
-
-        Raises:
-            ForkedSaveError: This process was forked after the save had begun.
-            NestedSaveError: The calling thread is capturing or committing a step of the same
-                CheckpointStore.
-        """
-        if self._owner != os.getpid():
-            what = f"the save of {self.name} goes on in the parent process"
-            raise ForkedSaveError.at(self.root, what, name=self.name)
-        if not self.done():
-            self._capturing.check(self.root)
-        self.make_room()
-
-    def make_room(self) -> None:
-        """Wait until the save has ended and returned its memory to the pool."""
-        self._done.wait()
-
-    def hold(self) -> None:
-        """Wait until the model may be changed.
-
-        Raises:
-            NestedSaveError: The calling thread is capturing or committing a step of the same
-                CheckpointStore.
-        """
-        self._capturing.check(self.root)
-        self.capture_now()
-        if self._capture.lacks_room():
-            self._captured.wait()  # there may have been room since
-            if self._capture.lacks_room():
-                self.finish()
-
-    def capture_now(self) -> None:
-        """Capture all remaining tensors, except for those for which the pool has no room."""
-        self._capturing.run(self._capture.hold)
-
-    def run(self) -> None:
-        """Capture and commit the step. The save's own thread calls this method."""
-        try:
-            step = self._step()
-            began = time.perf_counter()
-            self._saved = self._commit(step)
-            self.times.write = time.perf_counter() - began
-        except StoreError as error:
-            self._error = error
-        except BaseException as error:  # of a provider's `make`, for one
-            self._error = self._broken("it ended with an error that is none of the store's")
-            self._error.__cause__ = error
-            raise
-        finally:
-            try:
-                self._capture.settle()
-                self.times.copy = (self._capture.ended or self._began) - self._began
-            finally:
-                self._end()
-
-    def _step(self) -> StepSource:
-        """Return what is to be committed: all of it, unless others capture while it is written."""
-        if self.streams and (self._previous is None or self._previous.done()):
-            self._captured.set()  # no room will be made by another save
-            return CapturedStep(self._extracted, self._capture)
-        self._finish_capture()
-        snapshot = self._capture.snapshot(self._extracted.notes, self._extracted.files)
-        if self._previous is not None:
-            self._previous.finish()
-        return replace(snapshot, background=True)
-
-    def _broken(self, what: str) -> BrokenSaveError:
-        return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
-
-    def _finish_capture(self) -> None:
-        try:
-            self._capture.work()
-            if self._previous is not None and self._capture.lacks_room():
-                self._previous.finish()  # it gives back what it has copied
-                self._capture.retry()
-        finally:
-            self._captured.set()
-
-    def _end(self) -> None:
-        if self._saved is None:
-            if self._error is None:
-                self._error = self._broken("it ended")
-            self._error.add_note(f"while {self.name} was saved in the background to {self.root}")
-        self._capture.release()
-        del self._extracted, self._previous  # the model is not kept, nor all saves before,
-        del self._commit  # nor the handle, which tells of what failed when it goes
-        self._done.set()
 
 
 class _Standby:
@@ -397,13 +157,13 @@ class Saves:
                 base.release,
             )
             try:
-                capture, pending = StepCapture(extracted.chunks, context), None
+                capture, pending = StepCapture(extracted, context), None
             except BaseException:
                 base.release()
                 raise
             try:
                 last, root = self._last(), self._saver.root
-                pending = PendingSave(extracted, capture, self._commit, last, root, self._capturing)
+                pending = PendingSave(capture, self._commit, last, root, self._capturing)
                 pending.times.metadata = time.perf_counter() - began
                 eager = not (bool(self._hooked) if lazy is None else lazy)
                 safe = eager or capture.guard()
@@ -538,11 +298,6 @@ class Saves:
         handle = optimizer.register_step_pre_hook(lambda *_: self.before_update())
         self._hooked.add(optimizer)
         return Hook(handle, lambda: self._hooked.discard(optimizer))
-
-
-def with_notes(error: StoreError) -> str:
-    """Return the text of `error` and the texts of its notes on one line."""
-    return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _log_failures(pending: list[PendingSave]) -> None:

@@ -1,11 +1,11 @@
 """Capture a step: tensors that may change are copied, unless the store already has their content.
 
-    capture = StepCapture(chunks, context)  in the training thread: copies small pieces
-    capture.guard()                         captures large arrays, whose changes go unnoticed
-    capture.work()                          captures other large pieces, in any number of threads
-    capture.hold()                          returns when the model may be changed
-    capture.arriving()                      in the background: yields large pieces when captured
-    capture.snapshot(...)                   in the background: returns the whole step
+    capture = StepCapture(step, context)  in the training thread: copies small pieces
+    capture.guard()                       captures large arrays, whose changes go unnoticed
+    capture.work()                        captures other large pieces, in any number of threads
+    capture.hold()                        returns when the model may be changed
+    capture.arriving()                    in the background: yields large pieces when captured
+    capture.snapshot()                    in the background: returns the whole step
 
 Chunks are processed in their provider's order, and each chunk before the next one is made. Small
 tensors are copied into a common buffer, and those on a device are copied there asynchronously.
@@ -18,35 +18,27 @@ Otherwise it is copied at once, and hashed in the background. Either way, only t
 whether the tensor is stored. A tensor that is not in C order is rearranged while it is copied or,
 if it is not copied, while it is read.
 
-Copies are made in a pool of limited size that is reused from step to step, because writing to fresh
-memory takes three times as long as writing to memory that held the previous step. Copies from a
-device run on a separate stream while the device continues to compute. The device and not the host
-waits for these copies: the optimizer's kernels start when the copies are complete, and Python
-continues at once.
+Copies are made in a pool of limited size (`host_pool`). Copies from a device run on a separate
+stream while the device continues to compute (`devices`).
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    import torch
-import os
 import threading
 import time
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from tensor_dedup.store.buffers import PAGE, allocate
 from tensor_dedup.store.gathered import FlatBytes, copy_flat, flat_bytes, place_of
 from tensor_dedup.store.hashing import change_hash
-from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
 from tensor_dedup.store.writing.run_cache import StoredPiece
-from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.devices import DeviceSnapshot, SnapshotDevice
+from tensor_dedup.training.host_pool import HostPool
+from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot
 from tensor_dedup.training.state import (
     NamedValue,
     StateChunk,
@@ -58,203 +50,10 @@ from tensor_dedup.training.state import (
 if TYPE_CHECKING:
     from tensor_dedup.store.errors import ChangedModelError
 
-
-# More than this share of a block is not left unused.
-_SLACK: Final = 8
 # Small tensors of a device are packed into blocks of this size, each where any dtype may begin.
 _PACKED: Final = 1 << 20
 _ALIGNED: Final = 64
 _NOT_YET: Final = NamedValue("", "U8", (0,), b"")
-
-
-def default_bytes() -> int:
-    """Return the default capacity of a pool in bytes: a quarter of the machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-
-
-class HostPool:
-    """A pool of reusable buffers in host memory, with at most `capacity` bytes in total.
-
-    Copies that must be made at once may exceed the capacity until their buffers are returned.
-    Page-locked buffers are registered with CUDA, so that a device can copy into them
-    asynchronously. Safe from any thread.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.reset()
-
-    def __repr__(self) -> str:
-        return f"HostPool({self._allocated} of {self.capacity} bytes)"
-
-    def reset(self) -> None:
-        """Reset the pool in a forked child, where the pool begins without any buffers.
-
-        The lock is replaced, because a thread of the parent may have held it during the fork.
-        """
-        self._lock = threading.Lock()
-        # By whether they are page-locked; in order of their sizes, for a model may have thousands.
-        self._free: dict[bool, list[memoryview]] = {False: [], True: []}
-        self._allocated = 0
-
-    @property
-    def allocated(self) -> int:
-        """The total size of all buffers in bytes, including unused ones."""
-        return self._allocated
-
-    def take(
-        self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
-    ) -> memoryview | None:
-        """Return a buffer of at least `nbytes` bytes, or None if the pool has no room for it now.
-
-        With `beyond`, the capacity may be exceeded, and None means that the machine has no memory
-        left. With `page_locked`, the buffer is registered with CUDA. Pass the buffer to `give` when
-        it is no longer used.
-        """
-        size = -(-nbytes // PAGE) * PAGE
-        with self._lock:
-            free = self._free[page_locked]
-            at = bisect_left(free, size, key=_size)
-            if at < len(free) and _size(free[at]) <= size + size // _SLACK:
-                return free.pop(at)
-            self._shrink(self.capacity - size)
-            if self._allocated + size > self.capacity and not beyond:
-                return None
-            block = _allocate(size, page_locked)
-            self._allocated += block.nbytes if block is not None else 0
-            return block
-
-    def _shrink(self, most: int) -> None:
-        """Free unused blocks until at most `most` bytes are allocated."""
-        for free in self._free.values():
-            while free and self._allocated > most:
-                self._allocated -= free.pop().nbytes
-
-    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
-        """Return `block`, a buffer from `take`, to the pool.
-
-        `page_locked` must be the same as in the call of `take`.
-        """
-        with self._lock:
-            insort(self._free[page_locked], block, key=_size)
-            self._shrink(self.capacity)
-
-    def clear(self) -> None:
-        """Free all buffers that are not in use."""
-        with self._lock:
-            self._shrink(0)
-
-
-def _size(block: memoryview) -> int:
-    return block.nbytes
-
-
-def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
-    try:
-        if not page_locked:
-            return allocate(nbytes, huge=True)
-        import torch
-
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
-    except (OSError, MemoryError, RuntimeError):  # the last is torch's way to say the same
-        return None
-
-
-class DeviceSnapshot(Protocol):
-    """The copies to host memory that one save makes of the tensors on one device."""
-
-    def copy(
-        self, tensor: "torch.Tensor", into: memoryview
-    ) -> "tuple[torch.Tensor, Callable[[], None]]":
-        """Start to copy `tensor` into the buffer `into`.
-
-        Returns the copy, a tensor in C order, and a function that waits until the copy is complete.
-        The function is safe from any thread.
-        """
-        ...
-
-    def hold(self) -> None:
-        """Make the device finish the started copies before any work submitted from now on."""
-        ...
-
-
-class SnapshotDevice(Protocol):
-    """A kind of device whose tensors can be copied to host memory during a save."""
-
-    def takes(self, tensor: "torch.Tensor") -> bool:
-        """Return whether `tensor` is on a device of this kind."""
-        ...
-
-    def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
-        """Return a new DeviceSnapshot, still without copies, of the device on which `tensor` is.
-
-        Each copy is made after all work that has been submitted to the device before this call.
-        """
-        ...
-
-
-class CudaDevice:
-    """CUDA devices; each has one stream for copies."""
-
-    def __init__(self) -> None:
-        self._streams: dict[int, Any] = {}
-
-    def takes(self, tensor: "torch.Tensor") -> bool:
-        # docstring inherited
-        return tensor.is_cuda
-
-    def begin(self, tensor: "torch.Tensor") -> "DeviceSnapshot":
-        # docstring inherited
-        import torch
-
-        number = tensor.device.index
-        if number not in self._streams:
-            stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-            self._streams[number] = stream
-        return _CudaCopies(tensor.device, self._streams[number])
-
-
-class _CudaCopies:
-    def __init__(self, device: "torch.device", stream: Any) -> None:
-        import torch
-
-        self._device, self._stream = device, stream
-        self._event: Any = None  # of the last copy
-        stream.wait_stream(torch.cuda.current_stream(device))
-
-    def copy(
-        self, tensor: "torch.Tensor", into: memoryview
-    ) -> "tuple[torch.Tensor, Callable[[], None]]":
-        # docstring inherited
-        import torch
-
-        host = host_tensor(tensor, into)
-        with torch.cuda.stream(self._stream):
-            # Resolved here, not on the stream of the model: this one would not wait for that.
-            host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record(self._stream)
-        # Its memory is not given to others before the copy is done, even if the model lets go.
-        tensor.record_stream(self._stream)
-        return host, self._event.synchronize
-
-    def hold(self) -> None:
-        # docstring inherited
-        import torch
-
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
-    """Return a tensor in the host memory `memory`, with the dtype and shape of `tensor`.
-
-    The result is in C order, and its content is not initialised.
-    """
-    import torch
-
-    nbytes = tensor.numel() * tensor.element_size()
-    flat = torch.frombuffer(memory[:nbytes], dtype=torch.uint8)
-    return flat.view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +111,17 @@ class _Copy:
 class StepCapture:
     """The capture of one step, with copies of the tensors that may change before they are stored.
 
-    Create the object in the training thread. Afterwards it is safe from any thread.
+    Create the object in the training thread. Afterwards it is safe from any thread. It can be
+    committed while some of its large tensors are still being captured.
 
     Raises:
         StateError: From the constructor, if a part of the model cannot be stored.
     """
 
-    def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
+    new, background = False, True
+
+    def __init__(self, step: ExtractedStep, context: CaptureContext) -> None:
+        self.notes, self._files = step.notes, step.files
         self._context = context
         # In the order of the chunks: `place` is an index in these.
         self._pieces: list[NamedValue] = []
@@ -337,7 +140,7 @@ class StepCapture:
         self._without_room: list[_Large] = []
         self._error: ChangedModelError | None = None
         try:
-            self._take(chunks)
+            self._take(step.chunks)
         except BaseException:
             self.release()
             raise
@@ -352,6 +155,11 @@ class StepCapture:
         """When the last large tensor was captured, by `time.perf_counter`; None until then."""
         if not large:
             self._end()
+
+    @property
+    def name(self) -> str:
+        # docstring inherited
+        return step_name(self.notes.run, self.notes.step)
 
     def _take(self, chunks: Iterable[StateChunk]) -> None:
         """Take the chunks in order, each before the next is made.
@@ -614,7 +422,11 @@ class StepCapture:
             self._arrived.wait_for(lambda: number < len(self._copied) or not self._untried)
             return self._copied[number] if number < len(self._copied) else None
 
-    def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
+    def whole(self) -> StepSnapshot:
+        # docstring inherited
+        return self.snapshot().whole()
+
+    def snapshot(self) -> StepSnapshot:
         """Wait until all tensors are copied, and return the step. Call this method only once.
 
         Raises:
@@ -632,17 +444,16 @@ class StepCapture:
             self._hash_copy(copy)
         copied = (place for copy in self._copied for place in copy.places)
         private = {self._pieces[place].name for place in copied} - self._same.keys()
-        ordered = in_groups(self._pieces, self._groups)
-        check = self._check_in_place
         return StepSnapshot(
-            notes,
-            ordered,
-            files,
+            self.notes,
+            in_groups(self._pieces, self._groups),
+            self._files,
             self._hashes,
             self._same,
             private,
+            background=True,
             again=self._again,
-            check_unchanged=check,
+            check_unchanged=self._check_in_place,
             committed=self._context.committed,
         )
 
@@ -706,7 +517,7 @@ class StepCapture:
     def release(self) -> None:
         """Return the memory of the copies to the pool. The snapshot must no longer be in use."""
         self._pieces, self._written, self._without_room = [], [], []
-        self._unmade, self._large, self._packed = [], {}, None
+        self._unmade, self._large, self._packed, self._files = [], {}, None, {}
         copied, self._copied = self._copied, []
         kept = self._context
         kept.committed()

@@ -9,30 +9,25 @@ of tensors do not matter. `tensor_dedup.store.writing.transaction` explains the 
 become durable.
 """
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path, PurePath
-from typing import Protocol, Self, TypeAlias, TypeVar
+from pathlib import Path
 
 from tensor_dedup.digest import digest
 from tensor_dedup.store.containers import ContainerId
-from tensor_dedup.store.errors import LostHitError, NoSpaceError, NotTextError, os_errors
+from tensor_dedup.store.errors import LostHitError, NoSpaceError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import (
-    METADATA,
     PAGE_ENTRIES,
-    RESERVED,
     FileEntry,
     Manifest,
 )
-from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.gathered import FlatBytes, flat_bytes
 from tensor_dedup.store.hashing import Hasher, change_hashes
-from tensor_dedup.store.index import PieceLocation, StoreIndex
+from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import (
@@ -44,362 +39,32 @@ from tensor_dedup.store.steps.runs import (
 )
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
-    ContainerWriter,
-    Fresh,
     SealedContainer,
     Want,
     Wanted,
-    hash_pieces,
-    kind_for,
 )
-from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, PartsWriter
+from tensor_dedup.store.writing.deltas import LeafSharing
 from tensor_dedup.store.writing.run_cache import (
     LastStep,
     PageState,
     PieceTable,
-    Places,
     Rewritten,
     Row,
     RunCache,
     StoredPiece,
-    nearest,
     packs_to_merge,
 )
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
 from tensor_dedup.training.encoding.decisions import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.training.encoding.first_base import FirstStep
-from tensor_dedup.training.errors import NamedTwiceError, NestedSaveError
 from tensor_dedup.training.in_flight import BaseStep, containers_there
-from tensor_dedup.training.state import NamedValue
+from tensor_dedup.training.piece_writer import PieceWriter, batches
+from tensor_dedup.training.reentry import SaveLock
+from tensor_dedup.training.snapshot import StepSource
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"
-_BATCH = 16 << 20
-_Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
-_T = TypeVar("_T")
-
-
-class PieceWriter:
-    """Writes the pieces of one step, its tensors and small files, to the store."""
-
-    def __init__(
-        self,
-        objects: Objects,
-        index: StoreIndex,
-        hasher: Hasher,
-        transaction: BatchTransaction,
-        encoding: Encoding | None,
-        sharing: LeafSharing,
-        deltas: Deltas,
-    ) -> None:
-        self._objects, self._index = objects, index
-        self._sharing, self._deltas = sharing, deltas
-        self._hasher, self._transaction, self._encoding = hasher, transaction, encoding
-        self._writers = {
-            kind: transaction.own(ContainerWriter(objects, hasher, kind))
-            for kind in ("slab", "pack")
-        }
-        parts = PartsWriter(
-            transaction.own(ContainerWriter(objects, hasher, "slab")),
-            self._writers["pack"],
-            transaction.own(EncodedWriter(objects, hasher)),
-        )
-        self._encoder = transaction.own(EncodedWriter(objects, hasher, parts))
-        self.pieces = self.nbytes = self.stored_bytes = 0
-        # By digest: what was given to `write`, and where the store has it already.
-        self._hashed: dict[bytes, Fresh] = {}
-        self._known: dict[bytes, Places] = {}
-
-    def write(self, wanted: Wanted) -> None:
-        """Store the pieces in `wanted`, except for those that the store has already.
-
-        `finish` returns the places of all these pieces.
-        """
-        # What was hashed is written while more is hashed.
-        for some in _batches(hash_pieces(self._hasher, wanted), lambda piece: piece.nbytes):
-            found = self._look_up({piece.hashed.digest for piece in some})
-            fresh = [piece for piece in some if piece.hashed.digest not in found]
-            self.pieces += len(fresh)
-            self.nbytes += sum(piece.view.nbytes for piece in fresh)
-            self._write(fresh)
-            self._hashed |= {piece.hashed.digest: piece for piece in some}
-            self._known |= found
-
-    def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
-        """Store the pieces in `again`, even if the store has them already, and end the writing.
-
-        The result has all pieces given to `write` and `finish`, and where they are stored. Its keys
-        are change hashes (fast hashes of the content). Call this method only once.
-        """
-        moved = list(hash_pieces(self._hasher, again))
-        self._write(moved)
-        self.stored_bytes += self._transaction.seal()
-        places = self._known | self._places()
-        hashed = self._hashed | {piece.hashed.digest: piece for piece in moved}
-        return {
-            piece.change_hash: StoredPiece(digest, piece.view.nbytes, places[digest])
-            for digest, piece in hashed.items()
-        }
-
-    def _write(self, pieces: list[Fresh]) -> None:
-        if self._encoding is not None:
-            pieces = self._encoding.encode(self._encoder, pieces)
-        else:
-            pieces = self._write_by_leaf(pieces)
-        for piece in pieces:
-            self._writers[kind_for(piece.view.nbytes)].put(piece)
-
-    def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
-        """Store the pieces of which most is stored already; return the others."""
-        wanted = ((piece.hashed, piece.nbytes) for piece in pieces)
-        alike = self._sharing.find(wanted, parts=True)
-        others = []
-        for piece in pieces:
-            anchor = alike.get(piece.hashed.digest)
-            plan = (
-                None if anchor is None else self._deltas.plan_by_leaf(piece, anchor, self._sharing)
-            )
-            if plan is None:
-                others.append(piece)
-            else:
-                stored = self._encoder.put_by_leaf(piece, plan)
-                self._deltas.stored(piece, plan, stored)
-        return others
-
-    def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
-        """Return the change hashes of the pieces in `elsewhere` that the store no longer has.
-
-        `elsewhere` maps change hashes (fast hashes of the content) to pieces that an earlier step
-        has stored.
-        """
-        places = self._look_up({known.digest for known in elsewhere.values()}) if elsewhere else {}
-        return [key for key, known in elsewhere.items() if known.digest not in places]
-
-    def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
-        """Return the pieces in `elsewhere` with the places that they have in the store now.
-
-        `elsewhere` maps change hashes (fast hashes of the content) to pieces that an earlier step
-        has stored, with the places that they had then.
-
-        Raises:
-            LostHitError: Some of the pieces are no longer in the store.
-        """
-        places = self._look_up({known.digest for known in elsewhere.values()})
-        gone = [key for key, known in elsewhere.items() if known.digest not in places]
-        if gone:
-            what = f"{len(gone)} tensors that did not change were removed meanwhile"
-            raise LostHitError.at(self._objects.layout.root, what, tensors=len(gone))
-        return {
-            key: known._replace(places=places[known.digest]) for key, known in elsewhere.items()
-        }
-
-    def _look_up(self, digests: Collection[bytes]) -> dict[bytes, Places]:
-        """The containers in which the store has some of these pieces."""
-        held, under = self._there(digests)
-        found = {digest: nearest(places, under) for digest, places in held.items()}
-        return {digest: places for digest, places in found.items() if places}
-
-    def _there(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
-        """What `_find` returns, in containers that are there.
-
-        The index is kept open between saves, and may have containers that were removed since: the
-        background encoding removes some without it.
-        """
-        held, under = self._find(digests)
-        containers = _containers(held) | _containers(under)
-        if not self._index.fresh and not self._index.still_so(containers):
-            self._index.refresh()
-            held, under = self._find(digests)
-        return held, under
-
-    def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
-        """The places of these pieces, and of what some of them are stored against."""
-        held = self._index.find(digests)
-        bases = {base for places in held.values() for place in places for base in place.bases}
-        return held, self._index.find(bases)
-
-    def _places(self) -> dict[bytes, Places]:
-        """Where what was written lies."""
-        sealed = self._transaction.sealed
-        records = [(each.container, r) for each in sealed for r in each.table.records]
-        bases, _ = self._there({base for _, record in records for base in record.bases})
-        under = dict(bases)
-        placed = [
-            PieceLocation(each, r.offset, r.nbytes, r.base, parts=tuple(r.parts.values()))
-            for each, r in records
-        ]
-        for (_, record), place in zip(records, placed, strict=True):
-            if record.base is None:
-                under[record.digest] = [place]  # of what others are against, the newest is nearest
-        found = {}
-        for (_, record), place in zip(records, placed, strict=True):
-            places = found[record.digest] = nearest([place], under)
-            if not places:
-                what = f"what {record.digest.hex()} is stored against was removed meanwhile"
-                raise LostHitError.at(self._objects.layout.root, what)
-        return found
-
-
-def _batches(pieces: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """The pieces in order, so many together that looking them up takes no time beside the rest."""
-    batch: list[_T] = []
-    nbytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        nbytes += size(piece)
-        if nbytes >= _BATCH:
-            yield batch
-            batch, nbytes = [], 0
-    if batch:
-        yield batch
-
-
-def _containers(held: _Held) -> set[ContainerId]:
-    return {place.container for places in held.values() for place in places}
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-class StepSource(Protocol):
-    """A step that is to be committed. Some of its tensors may still have to be copied."""
-
-    @property
-    def notes(self) -> Notes:
-        """The notes of the step: its run, number, adapter, metrics and so on."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The name that the step will have in the store."""
-        ...
-
-    @property
-    def new(self) -> bool:
-        """Whether the commit must fail if a step of this name exists."""
-        ...
-
-    @property
-    def background(self) -> bool:
-        """Whether the training continues during the commit."""
-        ...
-
-    def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield large pieces, each with its change hash, as soon as they are copied from the model.
-
-        A change hash is a fast hash of the content. Nothing else writes to the memory of these
-        pieces. Each call begins with the first piece again.
-
-        Raises:
-            ChangedModelError: A tensor was changed before it was copied.
-        """
-        ...
-
-    def whole(self) -> "StepSnapshot":
-        """Wait until the step is captured completely, and return it.
-
-        Raises:
-            ChangedModelError: A tensor was changed before it was copied.
-            NamedTwiceError, EscapingPathError, NotTextError: A name is invalid.
-        """
-        ...
-
-    def committed(self) -> None:
-        """Release resources that were needed until the step was committed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StepSnapshot:
-    """A completely captured step that is to be committed.
-
-    * `pieces` are its tensors, and `files` its small files by their paths.
-    * `hashes` maps names of pieces to change hashes (fast hashes of the content), as far as these
-      are known.
-    * `same` maps names of pieces to equal large pieces of an earlier step. Such a piece has a
-      change hash in `hashes`, but no bytes in `pieces`.
-    * `private` has the names of pieces to whose memory nothing else writes.
-    * `new` is True if the commit must not replace a step.
-    * `background` is True if the training continues during the commit.
-    * `again(name, change_hash)` returns the bytes of a piece in `same`, and whether nothing else
-      writes to their memory. If the bytes are no longer in memory, it returns None.
-    * `check_unchanged()` is called when all bytes have been read. It raises ChangedModelError if
-      some bytes were written to.
-    * `committed()` is called when the step is committed.
-    """
-
-    notes: Notes
-    pieces: Sequence[NamedValue]
-    files: Mapping[str, bytes]
-    hashes: Mapping[str, bytes] = field(default_factory=dict)
-    same: Mapping[str, StoredPiece] = field(default_factory=dict)
-    private: Collection[str] = ()
-    new: bool = False
-    background: bool = False
-    again: Callable[[str, bytes], tuple[FlatBytes, bool] | None] = lambda _name, _key: None
-    check_unchanged: Callable[[], None] = lambda: None
-    committed: Callable[[], None] = lambda: None
-
-    def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield nothing, because the step is captured completely."""
-        return iter(())
-
-    def whole(self) -> Self:
-        """Check the names in the step, and return the step itself.
-
-        Raises:
-            NamedTwiceError: Two parts have the same name, or a part has a name that an export
-                needs.
-            EscapingPathError: The path of a small file leads out of the folder of an export.
-            NotTextError: A name is not valid Unicode.
-        """
-        self._check_names()
-        return self
-
-    def _check_names(self) -> None:
-        self._check_texts()
-        names = {piece.name for piece in self.pieces}
-        if len(names) != len(self.pieces):
-            what = f"{len(self.pieces)} tensors have {len(names)} names"
-            raise NamedTwiceError.at(self.name, what)
-        if METADATA in names:
-            what = (
-                f"the tensor {METADATA!r} has the name of what a header of safetensors begins with"
-            )
-            raise NamedTwiceError.at(self.name, what, tensor=METADATA)
-        paths = [check_path(path, PurePath(self.name)) for path in self.files]
-        within = {parent for path in paths for parent in path.parents}
-        taken = [path for path in paths if str(path) in RESERVED or path in within]
-        if taken:
-            what = f"{taken[0]} is where other files are exported to"
-            raise NamedTwiceError.at(self.name, what, file=str(taken[0]))
-
-    def _check_texts(self) -> None:
-        texts = [*(piece.name for piece in self.pieces), *self.files, self.notes.part]
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError:
-            wrong = next(text for text in texts if not _is_unicode(text))
-            what = f"the name {wrong!a} is not Unicode"
-            raise NotTextError.at(self.name, what, text=wrong) from None
-
-    def as_new(self) -> Self:
-        """Return a copy of the snapshot that must not replace a step.
-
-        If a step of this name exists, committing the copy raises NameTakenError.
-        """
-        return replace(self, new=True)
-
-    @property
-    def name(self) -> str:
-        """The name that the step will have in the store."""
-        return step_name(self.notes.run, self.notes.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,35 +87,6 @@ class Saved:
     new_bytes: int
     stored_bytes: int
     seconds: float
-
-
-class SaveLock:
-    """A lock for saves. `check` detects that the calling thread holds the lock already.
-
-    This happens if a signal handler or a provider starts a save in the middle of another save.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._owner = threading.Lock(), 0
-
-    def check(self, root: Path) -> None:
-        """Check that the calling thread does not hold the lock.
-
-        Call this before `with lock:`. `root` is the folder of the store, for the message.
-
-        Raises:
-            NestedSaveError: The calling thread holds the lock.
-        """
-        if self._owner == threading.get_ident():
-            raise NestedSaveError.at(root, "a save was begun in the middle of another one")
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        self._owner = 0
-        self._lock.release()
 
 
 class Saver:
@@ -663,7 +299,7 @@ class _Commit:
         """Store pieces while others are captured; return their change hashes."""
         stored: set[bytes] = set()
         known: Mapping[bytes, StoredPiece] | None = None
-        for some in _batches(step.arriving(), lambda piece: piece[1].view.nbytes):
+        for some in batches(step.arriving(), lambda piece: piece[1].view.nbytes):
             known = self._last.known(alive) if known is None else known
             new = {key: want for key, want in some if key not in known and key not in stored}
             self._writer.write(new)

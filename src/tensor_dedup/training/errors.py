@@ -215,3 +215,8 @@ def _numbered(steps: Sequence[int]) -> str:
     if len(steps) == 1:
         return f"the step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def with_notes(error: StoreError) -> str:
+    """Return the text of `error` and the texts of its notes on one line."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])

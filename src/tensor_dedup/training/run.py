@@ -54,17 +54,13 @@ from tensor_dedup.store.upkeep.run_sizes import run_stats
 from tensor_dedup.store.writing.sources import small_files
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, chunks_of
-from tensor_dedup.training.background import (
-    ExtractedStep,
-    Hook,
-    PendingSave,
-    Saves,
-    with_notes,
-)
-from tensor_dedup.training.capture import HostPool, default_bytes
-from tensor_dedup.training.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.training.background import Hook, Saves
+from tensor_dedup.training.commit import Saved, Saver
 from tensor_dedup.training.encoding.decisions import Compress
-from tensor_dedup.training.errors import DrainError
+from tensor_dedup.training.errors import DrainError, with_notes
+from tensor_dedup.training.host_pool import HostPool, default_bytes
+from tensor_dedup.training.pending_save import PendingSave
+from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot, StepSource
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.training.tiers.drain import Drain
 from tensor_dedup.training.tiers.two_tiers import TwoTiers

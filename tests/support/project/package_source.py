@@ -85,8 +85,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
-        *("errors", "state", "adapters", "in_flight", "encoding", "commit", "capture"),
-        *("background", "tiers", "run", "sharded"),
+        *("errors", "reentry", "state", "adapters", "in_flight", "snapshot"),
+        *("host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
+        *("pending_save", "background", "tiers", "run", "sharded"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),
