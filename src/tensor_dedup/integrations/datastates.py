@@ -63,9 +63,11 @@ from tensor_dedup.integrations.deepspeed import (
     DamagedPointerError,
     Pointer,
     register_types,
+    write_part,
 )
 from tensor_dedup.seams import Seam, usable
 from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.store import LocalStore
@@ -83,6 +85,7 @@ __all__ = ["DecoupledStoreEngine", "newest_tag"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_FILES: Final = RealFiles()
 KEY: Final = "datastates_ckpt"
 _NEEDED: Final = frozenset({"store", "run"})
 # DataStates' own option, in GiB, and ours, in bytes.
@@ -178,10 +181,10 @@ class _FileRun(CheckpointStore):
             part.replace(job.path)
         self._file = job.path
         whole = _is_whole(folder, job.key)
-        _sync_folder(folder)  # with what other ranks have named in it until now
+        _FILES.sync_folder(folder)  # with what other ranks have named in it until now
         if whole:
             _written(job.path, folder.name).replace(folder.parent / _LATEST)
-            _sync_folder(folder.parent)
+            _FILES.sync_folder(folder.parent)
         return whole
 
     def _sweep(self, folder: Path, name: str) -> None:
@@ -586,16 +589,5 @@ def _written(file: Path, text: str) -> Path:
     What a kill leaves of it is removed when the next training saves this file.
     """
     part = file.parents[1] / f".{file.parent.name}.{file.name}.part"
-    with part.open("w") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+    write_part(_FILES, text, part)
     return part
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -27,7 +27,8 @@ import msgspec
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.seams import Replacements, Seam, usable
-from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.errors import AdvisedError, os_errors
+from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.runs import StepPlace, parse_step_name
 from tensor_dedup.store.store import LocalStore
@@ -160,9 +161,8 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         """
         saved = self._run_of(Path(path).stem).append(dict(state_dict))
         target = Path(path)
-        part = target.with_name(f".{target.name}.part")
-        part.write_text(json.dumps([TITLE, saved.name, saved.manifest]))
-        part.replace(target)
+        with os_errors(target):
+            publish(RealFiles(), json.dumps([TITLE, saved.name, saved.manifest]), target)
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that was saved to `path`.
@@ -200,6 +200,35 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         if file not in self._runs:
             self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
         return self._runs[file]
+
+
+def publish(files: Files, text: str, target: Path) -> None:
+    """Write the file `target` atomically and durably.
+
+    A crash of the machine leaves what was there before, or `text`.
+
+    Raises:
+        OSError: The file could not be written; what was there before is unchanged.
+    """
+    part = target.with_name(f".{target.name}.part")
+    write_part(files, text, part)
+    files.rename(part, target)
+    files.sync_folder(target.parent)
+
+
+def write_part(files: Files, text: str, part: Path) -> None:
+    """Write a small durable file that is to be renamed. What a kill has left of it is replaced.
+
+    No other process writes a file of this name at the same time.
+    """
+    with suppress(FileNotFoundError):
+        files.unlink(part)
+    handle = files.open(part, "create")
+    try:
+        files.pwrite(handle, text.encode(), 0)
+        files.fsync(handle)
+    finally:
+        files.close(handle)
 
 
 class DamagedPointerError(AdvisedError):
