@@ -36,6 +36,7 @@ from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.tiers import drain as drain_module
 from tensor_dedup.training.tiers.drain import Drain
+from tensor_dedup.training.tiers.two_tiers import TwoTiers
 from training_runs import drains
 from training_runs.drains import OLD, Act, Steps, drain, held, model_of
 
@@ -312,7 +313,7 @@ def test_a_kill_before_a_name_is_durable_and_then_a_power_cut(folder: Path, ever
         again._journal += unsynced
         run = open_(where / "fast", bucket_in(where, again), **options)
         drain(run)
-        assert run._tiers is not None
+        assert isinstance(run._tiers, TwoTiers)
         run._tiers.tidy()  # as after the next step, but nothing new is written
         assert handle(where / "fast").steps() == [3]
         again.lose("everything")

@@ -1,6 +1,7 @@
 """Which steps stay: by rule, by mark, by name; what stays can be read when the rest is gone."""
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.retention import Retention, goal, ranked
 from tensor_dedup.store.steps.runs import parse_step_name, step_name
-from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training import CheckpointStore, Saved
+from tensor_dedup.training.snapshot import StepSource
 
 
 def metrics(*losses: float) -> dict[int, dict[str, float]]:
@@ -255,6 +257,41 @@ def test_a_handle_writes_again_what_gc_took_meanwhile(tmp_path: Path) -> None:
     assert shares(run)
     assert_same(run.load(1), model)
     assert run.store.verify(full=True).fine
+
+
+@pytest.mark.parametrize("by", ["the next save", "prune"])
+def test_a_step_stays_while_a_save_counts_on_it(tmp_path: Path, by: str) -> None:
+    """Its tensors are only in a step that the rules would delete meanwhile."""
+    saves = handle(tmp_path, in_flight=2, compress=None, keep_last=1)
+    commit, started, seen = saves.commit, threading.Event(), []
+
+    def commit_in_turn(snapshot: StepSource) -> Saved:
+        if snapshot.notes.step == 1:
+            started.wait()
+        else:
+            if by == "prune":
+                assert saves.prune(dry_run=True) == saves.prune() == []
+            seen.extend(saves.steps())
+            saves.store.gc(0)
+        return commit(snapshot)
+
+    with saves as run:
+        # Without small tensors, which are copied in any case.
+        model = {"weight": network(0)["layer0.weight"]}
+        run.save(model, 0)
+        run._saves._commit = commit_in_turn
+        run.save_async(network(1), 1)
+        again = copied(model)
+        last = run.save_async(again, 2)
+        again["weight"] += 1  # what it was is nowhere but in the step 0
+        started.set()
+        assert last.wait().new_tensors == 0
+        assert seen == [0, 1]
+        assert run.steps() == [2]
+        run.store.gc(0)
+        assert_same(run.load(2), model)
+        run.save(network(3), 3)
+        assert run.steps() == [3]
 
 
 def test_a_handle_outlives_the_index(tmp_path: Path) -> None:

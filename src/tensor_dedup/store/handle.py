@@ -49,6 +49,19 @@ class StoreHandle:
             yield
 
     @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Context manager: while it is active, no other name in the store is made or removed.
+
+        The main lock is held, too, as by `locked`. Hold the lock of names for a moment only,
+        because every save takes it.
+
+        Raises:
+            StoreBusyError: Garbage collection is running and did not end within two minutes.
+        """
+        with self.locked(), self.objects.naming():
+            yield
+
+    @contextmanager
     def session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
         """Context manager: while it is active, the index is open, and the main lock is held shared.
 

@@ -56,7 +56,7 @@ from tensor_dedup.store.writing.run_cache import (
 )
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
-from tensor_dedup.training.encoding.decisions import Compress, Deltas, Encoding, checked_compress
+from tensor_dedup.training.encoding.decisions import Compress, Deltas, Encoding
 from tensor_dedup.training.encoding.first_base import FirstStep
 from tensor_dedup.training.in_flight import BaseStep, containers_there
 from tensor_dedup.training.piece_writer import PieceWriter, batches
@@ -102,7 +102,7 @@ class Saver:
         base: str | None,
     ) -> None:
         self._objects, self._order, self._workers = objects, order, workers
-        self._compress, self._base = checked_compress(compress), base
+        self._compress, self._base = compress, base
         self._cache = RunCache(objects, workers)
         self._lock = SaveLock()
         self._synced = SyncedFolders()
@@ -156,8 +156,9 @@ class Saver:
         """Return the step committed last, with which the next save compares its large pieces.
 
         This method does not wait for a running commit. Call `release` on the result when the save
-        has ended. Until then, if there are two tiers, the step stays on the fast tier even if it
-        was copied to the second tier. An explicit deletion still removes it.
+        has ended. Until then the retention rules do not delete the step and, if there are two
+        tiers, it stays on the fast tier even if it was copied to the second tier. An explicit
+        deletion still removes it.
         """
         with os_errors(self._objects.layout.root):
             return BaseStep(self._objects, self._shown)

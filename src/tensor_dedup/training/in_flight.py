@@ -35,10 +35,22 @@ class BaseStep:
             if not self.pieces:
                 self.release()
 
-    @staticmethod
-    def all() -> "list[BaseStep]":
-        """Return the base steps of all running saves in this process, for all stores."""
-        return list(BaseStep._all.copy())
+    @classmethod
+    def in_store(cls, objects: Objects) -> "list[BaseStep]":
+        """Return the base steps of all running saves in this process to a store, to any run.
+
+        `objects` gives access to the store, which another save may know by another path.
+        """
+        return [each for each in cls._all.copy() if each._is_in(objects)]
+
+    def _is_in(self, objects: Objects) -> bool:
+        if self.root == objects.layout.root:
+            return True
+        with suppress(OSError):
+            one, other = (objects.files.status(path) for path in (self.root, objects.layout.root))
+            if one is not None and other is not None:
+                return (one.device, one.inode) == (other.device, other.inode)
+        return False
 
     def is_there(self) -> bool:
         """Return whether the earlier step was neither deleted nor replaced."""

@@ -1,85 +1,50 @@
 """CheckpointStore: save, load, prune and delete the checkpoints of one run."""
 
-import logging
-import math
 import weakref
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.buffers import BufferPool
-from tensor_dedup.store.errors import (
-    DamagedFileError,
-    MissingObjectError,
-    NameTakenError,
-    NoSpaceError,
-    UnknownNameError,
-)
-from tensor_dedup.store.format.names import check_name, file_of
-from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
-from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
-from tensor_dedup.store.steps.errors import (
-    BadOption,
-    BadOptionError,
-    KeptStepError,
-    NotATrainingError,
-    UnknownStepError,
-)
+from tensor_dedup.store.errors import NameTakenError, NoSpaceError
+from tensor_dedup.store.format.names import check_name
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
+from tensor_dedup.store.steps.errors import NotATrainingError
 from tensor_dedup.store.steps.notes import Notes, checked
-from tensor_dedup.store.steps.retention import Mode, Retention, best, goal, is_whole
+from tensor_dedup.store.steps.retention import Mode, Retention, best, goal
 from tensor_dedup.store.steps.runs import (
-    Step,
     StepOrder,
     StepPlace,
-    check_mark,
     check_no_step_s_name,
-    check_not_kept,
-    check_replaceable,
     check_run,
-    describe_all,
     in_save_order,
-    keep_step,
-    kept_steps,
-    manifest_of,
     step_name,
     step_numbers,
 )
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.upkeep.run_sizes import run_stats
-from tensor_dedup.store.writing.sources import small_files
-from tensor_dedup.suggestions import perhaps
 from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, chunks_of
 from tensor_dedup.training.background import Hook, Saves
 from tensor_dedup.training.commit import Saved, Saver
 from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.training.errors import DrainError, with_notes
-from tensor_dedup.training.host_pool import HostPool, default_bytes
+from tensor_dedup.training.options import SaveOptions, TierOptions, read_files
 from tensor_dedup.training.pending_save import PendingSave
+from tensor_dedup.training.retention import RunRetention
 from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot, StepSource
-from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
+from tensor_dedup.training.state import Value, in_groups
 from tensor_dedup.training.tiers.drain import Drain
+from tensor_dedup.training.tiers.one_tier import OneTier, RunSteps
 from tensor_dedup.training.tiers.two_tiers import TwoTiers
+from tensor_dedup.training.values import load_values
 
 if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.remote.remote import Remote
-    from tensor_dedup.training.state import Value
+    from tensor_dedup.training.host_pool import HostPool
     from tensor_dedup.types import StrPath
-
-_log = logging.getLogger(__name__)
-_READERS = 8  # the disk wants several requests even where there are fewer cores
-# A region of memory is let go when the tensors in it are copied.
-_REGION = 64 << 20
-_AHEAD = 2
-# Up to so much, threads take longer to begin than one takes to read it all.
-_ALONE_BYTES = 4 << 20
-_ALONE_PIECES = 256
 
 
 class CheckpointStore:
@@ -202,44 +167,45 @@ class CheckpointStore:
             NoConditionsError: The server at `drain` ignores conditions of writes, so steps could be
                 lost.
         """
-        _check_limits(run_id, in_flight, pool_bytes)
-        _check_kinds(run_id, config, weights, drain)
-        if drain is None and (keep_fast, drain_backlog) != (1, 8):
-            what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
-            raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
+        options = SaveOptions(
+            run_id, adapter, compress, base, config, weights, pool_bytes, in_flight
+        )
+        tiers = TierOptions(run_id, drain, keep_fast, drain_backlog)
         self.run_id = check_run(run_id)
         check_no_step_s_name(self.run_id)
-        self._retention = Retention(keep_last, keep_every, keep_best)
-        self._warned: set[str] = set()
+        rules = Retention(keep_last, keep_every, keep_best)
         self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
-        self._adapter = adapter
-        self._config, self._weights = self._small_files(config), weights
-        with self.store.handle.translated():
-            self._steps = StepOrder(self.store.handle.objects, self.run_id)
+        self._adapter, self._weights = adapter, weights
+        self._config = read_files(self.store, config)
         objects, workers = self.store.handle.objects, self.store.worker_count
+        with self.store.handle.translated():
+            self._steps = StepOrder(objects, self.run_id)
+        self._retention = RunRetention(objects, self.run_id, rules)
         self._saver = Saver(objects, workers, self._steps, compress=compress, base=base)
-        pool = pool_bytes
-        if not isinstance(pool, HostPool):
-            pool = HostPool(default_bytes() if pool is None else pool)
-        self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=workers)
-        self._tiers: TwoTiers | None = None
+        self._saves = Saves(
+            self.commit, self._saver, options.pool(), in_flight=in_flight, threads=workers
+        )
+        self._near = OneTier(self.store, self._steps, self._retention)
+        self._tiers: RunSteps = self._near
         self._drain: Drain | None = None
         if drain is not None:
-            from tensor_dedup.training.tiers.remote_tier import second_tier
-
-            tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
-            self._tiers = TwoTiers(
-                self.store, tier, self._steps, self._retention, keep_fast=keep_fast
-            )
-            self._drain = Drain(
-                self._tiers,
-                wait_for_encoding=self._saver.wait_for_encoding,
-                backlog=drain_backlog,
-            )
+            self._tiers, self._drain = self._with_second_tier(tiers)
             weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
         if base is not None and not self._places():  # else nothing needs it any more
             with self.store.handle.locked():
-                self.store.handle.objects.ref(check_name(base))  # raises if there is none
+                objects.ref(check_name(base))  # raises if there is none
+
+    def _with_second_tier(self, options: TierOptions) -> tuple[TwoTiers, Drain]:
+        from tensor_dedup.training.tiers.remote_tier import second_tier
+
+        lets_go = options.keep_fast is not None
+        assert options.drain is not None, "the caller has looked"
+        second = second_tier(options.drain, self.store, self._steps, lets_go=lets_go)
+        tiers = TwoTiers(
+            self.store, second, self._steps, self._retention.rules, keep_fast=options.keep_fast
+        )
+        wait, backlog = self._saver.wait_for_encoding, options.drain_backlog
+        return tiers, Drain(tiers, wait_for_encoding=wait, backlog=backlog)
 
     def __repr__(self) -> str:
         count = "?"
@@ -335,11 +301,8 @@ class CheckpointStore:
         """
         self._saves.wait()
         while True:
-            with self.store.handle.locked():
-                there = {*step_numbers(self.store.handle.objects, self.run_id)}
-            if self._tiers is not None:
-                there |= self._tiers.numbers()
-            extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
+            step = max(self._tiers.numbers(), default=-1) + 1
+            extracted = self.snapshot(model, step, metrics, files=files)
             with suppress(NameTakenError):  # somebody was quicker: what was written is used again
                 return self.commit(extracted.as_new())
 
@@ -371,7 +334,7 @@ class CheckpointStore:
         the error of an earlier save, it has saved nothing. It also raises the errors of `save`.
         """
         step_name(self.run_id, step)
-        self._check_replaceable(step)
+        self._tiers.check_replaceable(step)
         return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
 
     def before_update(self) -> None:
@@ -422,9 +385,9 @@ class CheckpointStore:
         adapter = self._adapter or adapter_for(model)
         # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
         name = getattr(adapter, "name", type(adapter).__name__)
-        numbers, goals = checked(metrics), self._retention.goals
+        numbers, goals = checked(metrics), self._retention.rules.goals
         notes = Notes(self.run_id, step, name, numbers, self._weights, goals=goals)
-        small = {**self._config, **self._small_files(files)}
+        small = {**self._config, **read_files(self.store, files)}
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
     def commit(self, snapshot: StepSource) -> Saved:
@@ -440,7 +403,7 @@ class CheckpointStore:
     def _commit(self, snapshot: StepSource) -> Saved:
         step = snapshot.notes.step
         if not snapshot.new:  # before the work; it is looked at again after it
-            self._check_replaceable(step)
+            self._tiers.check_replaceable(step)
         if self._drain is not None:
             self._drain.wait_for_room()
         try:
@@ -450,15 +413,13 @@ class CheckpointStore:
                 raise
             saved = self._saver.commit(snapshot)
         snapshot.committed()  # before the step is drained, and others are let go of
-        self._warn_of_metrics(snapshot.notes)
-        if self._drain is not None:  # which applies the rules to what is drained
-            if snapshot.notes.run == self.run_id:
-                self._drain.add(step)
+        self._retention.warn(snapshot.notes)
+        if snapshot.notes.run != self.run_id:  # it is for that run to apply its rules
             return saved
-        try:
-            self._delete_unretained(step)
-        except StoreError as error:  # the step is there: a save that did its work does not fail
-            _log.warning("saved %s; no older step was let go of: %s", saved.name, str(error))
+        if self._drain is not None:  # which applies them to what is drained
+            self._drain.add(step)
+        else:
+            self._near.prune_after(saved)
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
@@ -474,28 +435,16 @@ class CheckpointStore:
             CorruptTensorError, MissingObjectError: The store has no intact copy of a tensor.
             StateError: The state cannot be restored, or does not fit `original`.
         """
-        if self._tiers is not None:
-            adapter, values = self._tiers.read(step, self._read)
-            return adapter.reconstruct(values, original)
-        try:
-            opened = self.store.checkpoint(step_name(self.run_id, step))
-        except UnknownNameError:
-            with self.store.handle.locked():
-                manifest_of(
-                    self.store.handle.objects, self.run_id, step
-                )  # says which steps there are
-            raise
-        with opened as checkpoint, self.store.handle.translated():
-            adapter, values = self._read(checkpoint)
+        adapter, values = self._tiers.read(step, self._read)
         return adapter.reconstruct(values, original)
 
-    def _read(self, checkpoint: StoredCheckpoint) -> "tuple[ModelAdapter, dict[str, Value]]":
+    def _read(self, checkpoint: StoredCheckpoint) -> tuple[ModelAdapter, dict[str, Value]]:
         notes = Notes.from_texts(checkpoint.notes)
         if notes is None:
             what = f"{checkpoint.name!r} was imported"
             raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
         adapter = self._adapter or by_name(notes.adapter)
-        return adapter, load_values(checkpoint, max(_READERS, self.store.worker_count))
+        return adapter, load_values(checkpoint, self.store.worker_count)
 
     def manifest(self, step: int) -> str:
         """Return the name of the manifest of a step.
@@ -506,10 +455,7 @@ class CheckpointStore:
             UnknownStepError: The run has no such step.
             NotATrainingError: The checkpoint with the name RUN@STEP was imported.
         """
-        if self._tiers is not None:
-            return self._tiers.manifest(step)
-        with self.store.handle.locked():
-            return manifest_of(self.store.handle.objects, self.run_id, step)[0]
+        return self._tiers.manifest(step)
 
     def steps(self) -> list[int]:
         """Return the numbers of the run's steps, sorted.
@@ -518,11 +464,8 @@ class CheckpointStore:
         """
         return list(self._places())
 
-    def _places(self) -> "Mapping[int, StepPlace]":
-        if self._tiers is not None:
-            return self._tiers.places()
-        with self.store.handle.locked():
-            return self._steps.places()
+    def _places(self) -> dict[int, StepPlace]:
+        return self._tiers.places()
 
     def latest(self) -> int | None:
         """Return the number of the step that was saved last, or None if the run has no steps.
@@ -535,13 +478,7 @@ class CheckpointStore:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each step, by step number, in the order of the numbers."""
-        return {each.step: each.metrics for each in self._described()}
-
-    def _described(self) -> list[Step]:
-        if self._tiers is not None:
-            return self._tiers.described()
-        with self.store.handle.locked():
-            return describe_all(self.store.handle.objects, self.run_id)
+        return {each.step: each.metrics for each in self._tiers.described()}
 
     def best(self, metric: str, mode: Mode | None = None) -> int:
         """Return the step with the lowest (`mode` "min") or highest ("max") value of a metric.
@@ -557,9 +494,9 @@ class CheckpointStore:
             UnknownMetricError: No step has the metric.
             UnknownGoalError: `mode` is not given, and none of these defines it.
         """
-        steps = self._described()
+        steps = self._tiers.described()
         noted = (step.goals for step in reversed(steps))
-        chosen = mode if mode is not None else goal(metric, (self._retention.goals, *noted))
+        chosen = mode if mode is not None else goal(metric, (self._retention.rules.goals, *noted))
         return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
 
     def delete(self, step: int) -> None:
@@ -573,31 +510,11 @@ class CheckpointStore:
             KeptStepError: The step is kept.
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run.
         """
-        if self._tiers is not None:
-            self._tiers.delete(step)
-        else:
-            self._delete(step)
-
-    def _delete(self, step: int, seen: object = None) -> None:
-        """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
-        objects, name = self.store.handle.objects, step_name(self.run_id, step)
-        with self._naming():
-            if seen is not None and self._steps.status(step) != seen:
-                return
-            # Under the lock of names: whoever keeps it meanwhile comes before or after.
-            check_not_kept(objects, self.run_id, step)
-            with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
-                manifest_of(objects, self.run_id, step)
-            try:
-                objects.files.unlink(objects.layout.refs / file_of(name))
-            except FileNotFoundError as error:
-                raise UnknownStepError.of(self.store.path, self.run_id, step) from error
-            objects.files.sync_folder(objects.layout.refs)
+        self._tiers.delete(step)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Hold the lock under which names of the store change; hold it for a moment only."""
-        with self.store.handle.locked(), self.store.handle.objects.naming():
+        with self.store.handle.naming():
             yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
@@ -607,9 +524,7 @@ class CheckpointStore:
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
         be read, are never deleted. The space is freed by a later `gc`, after a grace period.
         """
-        if self._tiers is not None:
-            return self._tiers.prune(dry_run=dry_run, among=among)
-        return self._delete_unretained(None, dry_run=dry_run, among=among)
+        return self._tiers.prune(dry_run=dry_run, among=among)
 
     def keep(self, step: int) -> None:
         """Protect a step from deletion and replacement, until `unkeep` is called.
@@ -619,11 +534,7 @@ class CheckpointStore:
             NotATrainingError: The checkpoint with the name RUN@STEP is not a step of this run, or
                 an imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
-        if self._tiers is not None:
-            self._tiers.keep(step)
-            return
-        with self.store.handle.locked():
-            keep_step(self.store.handle.objects, self.run_id, step)
+        self._tiers.keep(step)
 
     def unkeep(self, step: int) -> None:
         """Remove the mark of a step. Do nothing if the step is not kept.
@@ -631,23 +542,11 @@ class CheckpointStore:
         Raises:
             NotATrainingError: An imported checkpoint has the name of the mark, RUN@STEP@keep.
         """
-        if self._tiers is not None:
-            self._tiers.unkeep(step)
-            return
-        objects, name = self.store.handle.objects, step_name(self.run_id, step, kept=True)
-
-        def check() -> None:
-            check_mark(objects, self.run_id, step)
-
-        with self.store.handle.locked(), suppress(UnknownNameError):
-            objects.drop_ref(name, check_name=check)
+        self._tiers.unkeep(step)
 
     def kept(self) -> set[int]:
         """Return the numbers of the steps that are kept."""
-        if self._tiers is not None:
-            return self._tiers.kept()
-        with self.store.handle.locked():
-            return kept_steps(self.store.handle.objects, self.run_id)
+        return self._tiers.kept()
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
         """Move files that no checkpoint needs to the trash, and delete old files from the trash.
@@ -710,90 +609,6 @@ class CheckpointStore:
             }
         return found
 
-    def _warn_of_metrics(self, notes: Notes) -> None:
-        """Say once what of a step's metrics is hardly meant: a rule's that is missing, and NaN."""
-        for name in (*self._retention.goals, *notes.metrics):
-            value = notes.metrics.get(name)
-            if name in self._warned or (value is not None and not math.isnan(value)):
-                continue
-            self._warned.add(name)
-            if value is None:
-                what = f"has no metric {name!r}{perhaps(name, notes.metrics)}, by which keep_best "
-                what += "chooses; while no step has it, none is deleted"
-            else:
-                what = f"has NaN as its metric {name!r}, which is never the best"
-            _log.warning(
-                "%s: the step %s %s", self.store.path, step_name(notes.run, notes.step), what
-            )
-
-    def _delete_unretained(
-        self, saved: int | None, *, dry_run: bool = False, among: Collection[int] | None = None
-    ) -> list[int]:
-        """Delete the steps that no rule keeps, but none whose manifest cannot be read.
-
-        `saved` was saved just now; None stands for the latest step.
-        """
-        if not self._retention.any:
-            return []
-        with self.store.handle.locked():
-            places = self._steps.places(readable=True)
-        order = in_save_order(places)
-        if not order:
-            return []
-        metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
-        last = order[-1] if saved is None else saved
-        dropped = [
-            step
-            for step in self._retention.dropped(metrics, self.kept(), last, order)
-            if step in places  # else it was saved since then
-            and (among is None or step in among)
-        ]
-        for step in dropped if not dry_run else ():
-            with suppress(UnknownStepError, KeptStepError, NotATrainingError):
-                self._delete(step, places[step].reference)
-        return dropped
-
-    def _check_replaceable(self, step: int) -> None:
-        with self.store.handle.translated():
-            check_replaceable(self.store.handle.objects, self.run_id, step)
-        if self._tiers is not None:
-            self._tiers.check_replaceable(step)
-
-    def _small_files(
-        self, config: "StrPath | Mapping[str, str | bytes] | None"
-    ) -> dict[str, bytes]:
-        if config is None:
-            return {}
-        if isinstance(config, Mapping):
-            return {
-                path: data.encode() if isinstance(data, str) else bytes(data)
-                for path, data in config.items()
-            }
-        with self.store.handle.translated():
-            return small_files(self.store.handle.objects.files, Path(config))
-
-
-def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
-    given = pool_bytes.capacity if isinstance(pool_bytes, HostPool) else pool_bytes
-    if not is_whole(in_flight, 1) or not (given is None or is_whole(given, 0)):
-        what = f"in_flight={in_flight!r}, pool_bytes={pool_bytes!r}"
-        raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
-
-
-def _check_kinds(run: str, config: object, weights: object, drain: object) -> None:
-    """Check what only a later save, or nothing that says so, would notice."""
-    where = f"run {run!r}"
-    if not isinstance(config, str | PathLike | Mapping | None):
-        raise BadOptionError.of(BadOption.FILES, where, f"config={config!r}")
-    if not isinstance(weights, str):
-        raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
-    if isinstance(drain, str | PathLike | LocalStore | None):
-        return
-    from tensor_dedup.remote.remote import Remote
-
-    if not isinstance(drain, Remote):
-        raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
-
 
 class TensorCasStore(CheckpointStore):
     """A CheckpointStore with the name and the arguments that the package tensorcas uses."""
@@ -809,51 +624,3 @@ def list_runs(root: "StrPath | LocalStore") -> list[str]:
     """
     store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
     return store.runs()
-
-
-def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
-    """Read and verify the tensors in `checkpoint`, an open step; return them by name, in order.
-
-    Each value is a numpy array, or a NamedValue if numpy lacks the dtype, and has memory of its
-    own. `threads` is the number of threads that read. Peak memory is little more than the size of
-    the step.
-
-    Raises:
-        CorruptTensorError, MissingObjectError: The store has no intact copy of a tensor.
-    """
-    tensors = {tensor.name: tensor for tensor in checkpoint}
-    named = defaultdict(list)
-    for tensor in tensors.values():
-        named[bytes.fromhex(tensor.digest) if tensor.nbytes else b""].append(tensor)
-    found: dict[str, Value] = {}
-    for tensor in named.pop(b"", ()):
-        found[tensor.name] = _value(tensor, memoryview(b""))
-    sizes = {digest: same[0].nbytes for digest, same in named.items()}
-    for digest, view in _read(checkpoint, sizes, threads):
-        for tensor in named[digest]:
-            found[tensor.name] = _value(tensor, view[: tensor.nbytes])
-    return {name: found[name] for name in tensors}
-
-
-def _read(
-    checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
-) -> Iterator[tuple[bytes, memoryview]]:
-    """Yield the bytes of pieces, in any order, each valid until the next is asked for."""
-    if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
-        for digest, nbytes in sizes.items():
-            yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
-        return
-    waiting = dict(sizes)
-    with BulkReader(checkpoint, threads, BufferPool(0), verify=True, mapped=False) as filler:
-        for filled in filler.fill(plan(checkpoint, sizes, _REGION), _AHEAD):
-            for record in filled.span.records:
-                start = record.offset - filled.span.start
-                if waiting.pop(record.digest, None) is not None:
-                    yield record.digest, filled.memory[start : start + record.nbytes]
-        yield from filler.read(list(waiting.items()), _AHEAD * _REGION)
-
-
-def _value(tensor: StoredTensor, view: memoryview) -> "Value":
-    if tensor.dtype in NUMPY_CODES:
-        return value(NamedValue(tensor.name, tensor.dtype, tensor.shape, view))
-    return NamedValue(tensor.name, tensor.dtype, tensor.shape, bytearray(view))

@@ -85,9 +85,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
-        *("errors", "reentry", "state", "adapters", "in_flight", "snapshot"),
-        *("host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
-        *("pending_save", "background", "tiers", "run", "sharded"),
+        *("errors", "reentry", "state", "adapters", "in_flight", "values", "retention"),
+        *("snapshot", "host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
+        *("pending_save", "background", "options", "tiers", "run", "sharded"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),

@@ -10,6 +10,7 @@ from store_runs.stores import Model, assert_same, forest, network, train
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.tiers.remote_tier import RemoteTier
 from tensor_dedup.training.tiers.second_tier import StoreTier
+from tensor_dedup.training.tiers.two_tiers import TwoTiers
 
 Steps = Mapping[int, int]
 """Which model each step is."""
@@ -64,7 +65,7 @@ def keep(run: CheckpointStore) -> None:
 
 def of_an_earlier_version(run: CheckpointStore) -> None:
     """Neither tier has a note of the other."""
-    assert run._tiers is not None
+    assert isinstance(run._tiers, TwoTiers)
     run._tiers._notes._note = None
     for folder in ("tiers", "drains"):
         shutil.rmtree(run.store.path / folder)

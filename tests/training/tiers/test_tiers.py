@@ -24,6 +24,7 @@ from tensor_dedup.store.format import frames
 from tensor_dedup.store.upkeep.gc import sweep_now
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DrainError, OtherTierError
+from tensor_dedup.training.tiers.two_tiers import TwoTiers
 
 
 def save(run: CheckpointStore, *steps: int) -> None:
@@ -260,7 +261,7 @@ def test_nothing_is_swept_while_a_save_counts_on_a_deleted_step(tmp_path: Path) 
         for step in range(2):
             run.save(noise(step), step)
         run.drain()
-        assert run._tiers is not None
+        assert isinstance(run._tiers, TwoTiers)
         base = run._saver.base()
         assert len(base.pieces) == 1
         run.delete(1)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.steps.errors import BadOption, BadOptionError
-from tensor_dedup.store.steps.retention import is_whole
 from tensor_dedup.store.steps.runs import steps_text
 from tensor_dedup.training.errors import DrainError
 from tensor_dedup.training.tiers.second_tier import OutdatedError, TierContent
@@ -47,13 +45,7 @@ class Drain:
         * `wait_for_encoding(step, enough)` waits until a step is encoded, or until `enough` returns
           True.
         * `backlog` is the argument `drain_backlog` of `CheckpointStore`.
-
-        Raises:
-            BadOptionError: `backlog` is invalid.
         """
-        if not is_whole(backlog, 1):
-            where, what = f"drain {tiers.second.where}", f"drain_backlog={backlog!r}"
-            raise BadOptionError.of(BadOption.FAST, where, what)
         self._tiers, self._fast, self._run = tiers, tiers.fast, tiers.run
         self._backlog, self._wait_for_encoding = backlog, wait_for_encoding
         self._begin()

@@ -1,8 +1,6 @@
 """The space of the steps that were deleted from the fast tier of a run."""
 
 import logging
-from contextlib import suppress
-from pathlib import Path
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import StoreBusyError
@@ -31,22 +29,7 @@ class FastSpace:
         Such a step stays. It goes after a later step, which that save adds.
         """
         name = step_name(run, step)
-        return any(each.name == name for each in self._bases())
-
-    def _bases(self) -> list[BaseStep]:
-        """The steps of the fast tier, of any run, that saves in flight count on."""
-        return [each for each in BaseStep.all() if self._is_here(each.root)]
-
-    def _is_here(self, root: Path) -> bool:
-        """Whether a path leads to the fast tier, by whatever name."""
-        files, mine = self._objects.files, self._objects.layout.root
-        if root == mine:
-            return True
-        with suppress(OSError):
-            one, other = files.status(root), files.status(mine)
-            if one is not None and other is not None:
-                return (one.device, one.inode) == (other.device, other.inode)
-        return False
+        return any(each.name == name for each in BaseStep.in_store(self._objects))
 
     def sweep(self, wait_s: float) -> None:
         """Delete what nothing on the fast tier uses, waiting `wait_s` seconds for those who use it.
@@ -71,7 +54,7 @@ class FastSpace:
         Raises:
             StoreBusyError: One was deleted or replaced.
         """
-        for base in self._bases():
+        for base in BaseStep.in_store(self._objects):
             if not base.is_there():
                 what = f"a save counts on {base.name}, which was deleted or replaced"
                 raise StoreBusyError.at(self._fast.path, what)

@@ -45,19 +45,21 @@ from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,
 )
-from tensor_dedup.store.steps.retention import Retention, is_whole
+from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
     check_mark,
     check_not_kept,
+    check_replaceable,
     describe_all,
     in_save_order,
     keep_step,
     kept_steps,
     manifest_of,
     step_name,
+    step_numbers,
     steps_text,
 )
 from tensor_dedup.store.store import LocalStore
@@ -116,14 +118,14 @@ class TwoTiers:
         * `keep_fast` is the argument of this name of `CheckpointStore`.
 
         Raises:
-            BadOptionError: `keep_fast` is invalid, or both tiers are the same store.
+            BadOptionError: Both tiers are the same store.
             OtherTierError: The second tier is not the one to which the run was drained.
             DivergedTierError: Another fast tier has continued the run, and this fast tier has later
                 steps that are still to be drained.
             StoreError: A tier cannot be read.
         """
         with fast.handle.translated():
-            _check_options(fast, second, keep_fast)
+            _check_apart(fast, second)
         self.fast, self.second, self.run, self._order = fast, second, order.run, order
         self.space = FastSpace(fast)
         self.on_keep: Callable[[int], None] = _ignore
@@ -191,11 +193,14 @@ class TwoTiers:
         return {step: found[step] for step in sorted(found)}
 
     def numbers(self) -> set[int]:
-        """Return the step numbers that were taken on the second tier when it was last read.
+        """Return the step numbers that are taken on the fast tier, or were on the second one.
 
-        Numbers taken by checkpoints that are not steps of this run are included.
+        The second tier counts as it was when it was last read. Numbers taken by checkpoints that
+        are not steps of this run are included.
         """
-        return {*self._seen.places, *self._seen.taken}
+        with self.fast.handle.locked():
+            near = step_numbers(self._objects, self.run)
+        return {*near, *self._seen.places, *self._seen.taken}
 
     def described(self) -> list[Step]:
         """Return a description of each step on either tier, in the order of the step numbers.
@@ -286,10 +291,12 @@ class TwoTiers:
         Nothing is read from the second tier.
 
         Raises:
-            KeptStepError: The step is kept on the second tier.
+            KeptStepError: The step is kept on a tier.
             NotATrainingError: The step's name stands for a checkpoint that is not a step of this
                 run.
         """
+        with self.fast.handle.translated():
+            check_replaceable(self._objects, self.run, step)
         facts = {"run": self.run, "step": step}
         if step in self._seen.kept:
             what = f"the step {step} of {self.run!r} is kept"
@@ -527,12 +534,11 @@ class TwoTiers:
                     self.space.released += unlink(self._objects, files)
 
 
-def _check_options(fast: LocalStore, second: SecondTier, keep_fast: int | None) -> None:
-    where = f"drain {second.where}"
+def _check_apart(fast: LocalStore, second: SecondTier) -> None:
+    """Check that the second tier is not the fast one, by whatever name."""
     if isinstance(second, StoreTier):
         one, two = (fast.handle.objects.files.status(path) for path in (fast.path, second.path))
         ids = [(each.device, each.inode) for each in (one, two) if each is not None]
         if len(ids) == 2 and ids[0] == ids[1]:
-            raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
-    if not (keep_fast is None or is_whole(keep_fast, 1)):
-        raise BadOptionError.of(BadOption.FAST, where, f"keep_fast={keep_fast!r}")
+            where, what = f"drain {second.where}", "that is the store itself"
+            raise BadOptionError.of(BadOption.DRAIN, where, what)
