@@ -73,7 +73,7 @@ def test_a_stopped_save_keeps_what_it_relies_on(tmp_path: Path) -> None:
 
     def child() -> None:
         with Store.open(tmp_path, files=Stopping(), worker_count=1) as store:
-            CheckpointStore(store, "other", run._adapter).save(model_of(0, 1), 0)
+            CheckpointStore(store, "other", run._options.adapter).save(model_of(0, 1), 0)
 
     process = start(child)
     assert process.pid is not None

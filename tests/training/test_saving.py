@@ -395,7 +395,7 @@ def test_an_imported_checkpoint_is_no_step(tmp_path: Path) -> None:
 
 def test_the_article_s_class_is_the_same(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1)
-    other = TensorCasStore(root=run.store, run_id="other", adapter=run._adapter)
+    other = TensorCasStore(root=run.store, run_id="other", adapter=run._options.adapter)
     run.save(model, 0)
     other.save(model, step=1, metrics={"val_loss": 0.5})
     assert isinstance(other, CheckpointStore)

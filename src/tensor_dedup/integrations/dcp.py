@@ -350,7 +350,8 @@ class StoreReader(StorageReader):
         return str(checkpoint_id).isdecimal()
 
     def _open(self) -> StoredCheckpoint:
-        return self._run.store.checkpoint(step_name(self._run.run_id, self._step or 0))
+        assert self._step is not None, "DCP reads the metadata before anything else"
+        return self._run.store.checkpoint(step_name(self._run.run_id, self._step))
 
     def _name(self, item: ReadItem) -> str:
         index: MetadataIndex = item.storage_index

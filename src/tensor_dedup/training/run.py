@@ -170,13 +170,12 @@ class CheckpointStore:
         options = SaveOptions(
             run_id, adapter, compress, base, config, weights, pool_bytes, in_flight
         )
-        tiers = TierOptions(run_id, drain, keep_fast, drain_backlog)
+        tier_options = TierOptions(run_id, drain, keep_fast, drain_backlog)
         self.run_id = check_run(run_id)
         check_no_step_s_name(self.run_id)
         rules = Retention(keep_last, keep_every, keep_best)
         self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
-        self._adapter, self._weights = adapter, weights
-        self._config = read_files(self.store, config)
+        self._options, self._config = options, read_files(self.store, options.config)
         objects, workers = self.store.handle.objects, self.store.worker_count
         with self.store.handle.translated():
             self._steps = StepOrder(objects, self.run_id)
@@ -185,27 +184,28 @@ class CheckpointStore:
         self._saves = Saves(
             self.commit, self._saver, options.pool(), in_flight=in_flight, threads=workers
         )
+        # The steps in `root`, which are all of the run's if there is no second tier.
         self._near = OneTier(self.store, self._steps, self._retention)
         self._tiers: RunSteps = self._near
         self._drain: Drain | None = None
         if drain is not None:
-            self._tiers, self._drain = self._with_second_tier(tiers)
-            weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
+            self._open_second_tier(drain, tier_options)
         if base is not None and not self._places():  # else nothing needs it any more
             with self.store.handle.locked():
                 objects.ref(check_name(base))  # raises if there is none
 
-    def _with_second_tier(self, options: TierOptions) -> tuple[TwoTiers, Drain]:
+    def _open_second_tier(
+        self, drain: "StrPath | LocalStore | Remote", options: TierOptions
+    ) -> None:
+        """Open the second tier `drain`, and start to drain to it."""
         from tensor_dedup.training.tiers.remote_tier import second_tier
 
-        lets_go = options.keep_fast is not None
-        assert options.drain is not None, "the caller has looked"
-        second = second_tier(options.drain, self.store, self._steps, lets_go=lets_go)
-        tiers = TwoTiers(
-            self.store, second, self._steps, self._retention.rules, keep_fast=options.keep_fast
-        )
+        keep_fast, rules = options.keep_fast, self._retention.rules
+        second = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
+        tiers = TwoTiers(self.store, second, self._steps, rules, keep_fast=keep_fast)
         wait, backlog = self._saver.wait_for_encoding, options.drain_backlog
-        return tiers, Drain(tiers, wait_for_encoding=wait, backlog=backlog)
+        self._tiers, self._drain = tiers, Drain(tiers, wait_for_encoding=wait, backlog=backlog)
+        weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
 
     def __repr__(self) -> str:
         count = "?"
@@ -382,11 +382,12 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None",
     ) -> ExtractedStep:
         step_name(self.run_id, step)
-        adapter = self._adapter or adapter_for(model)
+        adapter = self._options.adapter or adapter_for(model)
         # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
         name = getattr(adapter, "name", type(adapter).__name__)
-        numbers, goals = checked(metrics), self._retention.rules.goals
-        notes = Notes(self.run_id, step, name, numbers, self._weights, goals=goals)
+        numbers, part = checked(metrics), self._options.weights
+        goals = self._retention.rules.goals
+        notes = Notes(self.run_id, step, name, numbers, part, goals=goals)
         small = {**self._config, **read_files(self.store, files)}
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
@@ -443,7 +444,7 @@ class CheckpointStore:
         if notes is None:
             what = f"{checkpoint.name!r} was imported"
             raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
-        adapter = self._adapter or by_name(notes.adapter)
+        adapter = self._options.adapter or by_name(notes.adapter)
         return adapter, load_values(checkpoint, self.store.worker_count)
 
     def manifest(self, step: int) -> str:
@@ -514,6 +515,7 @@ class CheckpointStore:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
+        """Context manager: while it is active, no name in the store changes. For subclasses."""
         with self.store.handle.naming():
             yield
 
@@ -522,7 +524,8 @@ class CheckpointStore:
 
         Each save does the same. With `dry_run`, the numbers are returned but nothing is deleted. If
         `among` is given, only steps in it are deleted. The step saved last, and steps that cannot
-        be read, are never deleted. The space is freed by a later `gc`, after a grace period.
+        be read, are never deleted. A step with which a running background save compares its tensors
+        is deleted after a later save. The space is freed by a later `gc`, after a grace period.
         """
         return self._tiers.prune(dry_run=dry_run, among=among)
 
