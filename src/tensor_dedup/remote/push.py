@@ -63,8 +63,10 @@ from tensor_dedup.store.reading.reader import StoredPieces
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
 _ASKED_BYTES: Final = 8 << 20
-# Of more containers than so many, a list costs fewer requests than to ask for each.
+# Where there are more containers, a list costs fewer requests than to ask for each: a server sends
+# it in pages of so many.
 _ASKED_CONTAINERS: Final = 8
+_PAGE: Final = 1000
 _ATTEMPTS: Final = 4
 
 
@@ -440,7 +442,7 @@ class _Push:
     def _gone(self, catalog: Catalog, containers: Iterable[ContainerId]) -> set[str]:
         """The keys of those of the catalog's `containers` that are not there."""
         sizes = {layout.container_key(c): catalog.containers[c].nbytes for c in containers}
-        if len(sizes) > _ASKED_CONTAINERS:
+        if len(sizes) > max(_ASKED_CONTAINERS, len(catalog.containers) // _PAGE):
             found = self._bucket.list(layout.CONTAINERS)
             there = {s.key for s in found if sizes.get(s.key) == s.size}
             sizes = {key: nbytes for key, nbytes in sizes.items() if key not in there}
