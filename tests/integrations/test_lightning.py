@@ -406,7 +406,7 @@ def test_removing_a_step_waits_for_saves_and_not_for_encoding(tmp_path: Path) ->
     plug_in.add(run, asynchronous=True)
     plug_in.save_checkpoint({"weight": torch.randn(2_000_000)}, "store://run@1")
     run._saves.finish()
-    encoder = run._saver._encoder
+    encoder = run._saver._encoder.background
     with encoder.saving():  # as long as a save lasts, nothing is encoded
         plug_in.save_checkpoint({"weight": torch.randn(2_000_000)}, "store://run@2")
         remove = threading.Thread(target=plug_in.remove_checkpoint, args=("store://run@1",))

@@ -40,7 +40,7 @@ from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.writing.deltas import EncodedWriter
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.training.encoding import decisions
+from tensor_dedup.training.encoding import decisions, in_save
 
 
 @pytest.fixture(scope="module", params=[None, "auto"])
@@ -127,7 +127,7 @@ def test_the_next_star_is_stored_before_it_is_encoded(
 ) -> None:
     """To encode all of a tensor in a save would take its memory again, and its time."""
     monkeypatch.setattr(decisions, "_MOST_PARTS", 2)
-    monkeypatch.setattr(decisions, "_FEW", 1.0)
+    monkeypatch.setattr(in_save, "_FEW", 1.0)
     dice, mine, planned = np.random.default_rng(3), threading.current_thread(), list[bool]()
     real = EncodedWriter.encode_all
 

@@ -29,7 +29,8 @@ from tensor_dedup.store.steps.errors import BadOptionError
 from tensor_dedup.store.writing.run_cache import RunCache
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.encoding import background
-from tensor_dedup.training.encoding.background import BackgroundEncoder, EncodingJob
+from tensor_dedup.training.encoding.background import BackgroundEncoder
+from tensor_dedup.training.encoding.rewrite import EncodingJob, GivenUpError
 
 ELEMENTS = 600_000
 MOVING = ("one", "two")
@@ -73,7 +74,7 @@ def disk_bytes(run: CheckpointStore) -> int:
 
 
 def encoder_of(run: CheckpointStore) -> BackgroundEncoder:
-    return run._saver._encoder
+    return run._saver._encoder.background
 
 
 def check(run: CheckpointStore, *steps: int) -> None:
@@ -245,7 +246,8 @@ def test_what_others_have_stored_against_it_meanwhile_keeps_it(
     run = run_on(tmp_path)
     run.save(model_of(0), 0)
     run._saver.finish_encoding()
-    remove = encoder_of(run)._remove
+    superseded = encoder_of(run).superseded
+    remove = superseded._remove
 
     def late(*args: Any) -> bool:
         if not (tmp_path / "other").exists():
@@ -255,7 +257,7 @@ def test_what_others_have_stored_against_it_meanwhile_keeps_it(
     with encoder_of(run).saving():
         run.save(model_of(1), 1)
         kept = slabs(run)
-    monkeypatch.setattr(encoder_of(run), "_remove", late)
+    monkeypatch.setattr(superseded, "_remove", late)
     run.close()
     assert slabs(run) >= kept
     check(run, 0, 1)
@@ -309,7 +311,8 @@ def test_what_is_a_part_of_something_stays_one(
     run._saver.finish_encoding()
     save_table(run, 0)
     encoder = encoder_of(run)
-    remove, stand_still, done = encoder._remove, encoder._stand_still, list[bool]()
+    remove, stand_still = encoder.superseded._remove, encoder._stand_still
+    done = list[bool]()
 
     def save_once() -> None:
         if not done:
@@ -331,7 +334,7 @@ def test_what_is_a_part_of_something_stays_one(
     if when == "while":
         monkeypatch.setattr(encoder, "_stand_still", noted)
     elif when == "after":
-        monkeypatch.setattr(encoder, "_remove", late)
+        monkeypatch.setattr(encoder.superseded, "_remove", late)
     run.close()
     assert done
     for _ in range(2):
@@ -376,14 +379,15 @@ def test_nothing_is_removed_when_a_gc_has_chosen_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_on(tmp_path)
-    remove = encoder_of(run)._remove
+    superseded = encoder_of(run).superseded
+    remove = superseded._remove
     gone = []
 
     def late(*args: Any) -> bool:
         gone.append(Store.open(run.store.path).gc(0))
         return remove(*args)
 
-    monkeypatch.setattr(encoder_of(run), "_remove", late)
+    monkeypatch.setattr(superseded, "_remove", late)
     run.save(model_of(0), 0)
     run.close()
     assert gone[0].trash  # what was encoded
@@ -549,7 +553,7 @@ def test_the_gc_of_others_does_not_wait_for_a_thread_that_stands_still(
         began.set()
         try:
             stand_still()
-        except background._GivenUpError:
+        except GivenUpError:
             ended.append(1)
             raise
 

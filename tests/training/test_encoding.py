@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from store_runs.stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
-from tensor_dedup.store.writing.run_cache import AnchorMemory
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.encoding.anchors import AnchorMemory
 
 
 def weights(seed: int) -> Model:
@@ -157,14 +157,13 @@ def test_small_tensors_are_encoded_and_stay_so_when_they_are_put_together(tmp_pa
 @pytest.mark.parametrize("most", [0, 200_000, 64 << 20])
 def test_memory_of_anchors_is_bounded_and_changes_nothing(tmp_path: Path, most: int) -> None:
     run = handle(tmp_path)
-    deltas = run._saver._deltas
-    assert deltas is not None
-    deltas.anchors = AnchorMemory(most)
+    decisions = run._saver._encoder.decisions
+    decisions.anchors = AnchorMemory(most)
     kept = run_of(run, 5)
     assert shares(run)
     assert bases(run, 4)["embedding"] is not None
-    assert sum(map(len, deltas.anchors._leaves.values())) <= most
-    assert (most < 300 * 400 * 4) or deltas.anchors._leaves
+    assert sum(map(len, decisions.anchors._leaves.values())) <= most
+    assert (most < 300 * 400 * 4) or decisions.anchors._leaves
     for step, model in kept.items():
         assert_same(run.load(step), model)
 

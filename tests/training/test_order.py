@@ -361,9 +361,7 @@ def encoding_in_a_child(root: str) -> int:
     """A child is forked while its parent encodes: it holds what the encoder keeps."""
     run, model = handle(Path(root)), network(1)
     run.save(model, 0)
-    deltas = run._saver._deltas
-    assert deltas is not None
-    with deltas.anchors._lock:
+    with run._saver._encoder.decisions.anchors._lock:
         child = fork()
         if not child:
             signal.alarm(60)

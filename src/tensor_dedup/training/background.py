@@ -28,12 +28,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensor_dedup.training.capture import CaptureContext, StepCapture
-from tensor_dedup.training.commit import Saved, Saver
+from tensor_dedup.training.commit import Saved
 from tensor_dedup.training.devices import CudaDevice, SnapshotDevice
 from tensor_dedup.training.errors import with_notes
 from tensor_dedup.training.host_pool import HostPool
 from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.reentry import Capturing, SaveLock
+from tensor_dedup.training.saver import Saver
 from tensor_dedup.training.snapshot import ExtractedStep, StepSource
 
 if TYPE_CHECKING:

@@ -18,10 +18,10 @@ from tensor_dedup.store.writing.containers import (
     hash_pieces,
     kind_for,
 )
-from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, PartsWriter
+from tensor_dedup.store.writing.deltas import EncodedWriter, PartsWriter
 from tensor_dedup.store.writing.run_cache import Places, StoredPiece, nearest
 from tensor_dedup.store.writing.transaction import BatchTransaction
-from tensor_dedup.training.encoding.decisions import Deltas, Encoding
+from tensor_dedup.training.encoding.in_save import StepEncoding
 
 _BATCH = 16 << 20
 _Held: TypeAlias = Mapping[bytes, Sequence[PieceLocation]]
@@ -37,12 +37,9 @@ class PieceWriter:
         index: StoreIndex,
         hasher: Hasher,
         transaction: BatchTransaction,
-        encoding: Encoding | None,
-        sharing: LeafSharing,
-        deltas: Deltas,
+        encoding: StepEncoding,
     ) -> None:
         self._objects, self._index = objects, index
-        self._sharing, self._deltas = sharing, deltas
         self._hasher, self._transaction, self._encoding = hasher, transaction, encoding
         self._writers = {
             kind: transaction.own(ContainerWriter(objects, hasher, kind))
@@ -91,29 +88,8 @@ class PieceWriter:
         }
 
     def _write(self, pieces: list[Fresh]) -> None:
-        if self._encoding is not None:
-            pieces = self._encoding.encode(self._encoder, pieces)
-        else:
-            pieces = self._write_by_leaf(pieces)
-        for piece in pieces:
+        for piece in self._encoding.encode(self._encoder, pieces):
             self._writers[kind_for(piece.view.nbytes)].put(piece)
-
-    def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
-        """Store the pieces of which most is stored already; return the others."""
-        wanted = ((piece.hashed, piece.nbytes) for piece in pieces)
-        alike = self._sharing.find(wanted, parts=True)
-        others = []
-        for piece in pieces:
-            anchor = alike.get(piece.hashed.digest)
-            plan = (
-                None if anchor is None else self._deltas.plan_by_leaf(piece, anchor, self._sharing)
-            )
-            if plan is None:
-                others.append(piece)
-            else:
-                stored = self._encoder.put_by_leaf(piece, plan)
-                self._deltas.stored(piece, plan, stored)
-        return others
 
     def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
         """Return the change hashes of the pieces in `elsewhere` that the store no longer has.

@@ -26,12 +26,13 @@ from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.upkeep.run_sizes import run_stats
 from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, chunks_of
 from tensor_dedup.training.background import Hook, Saves
-from tensor_dedup.training.commit import Saved, Saver
+from tensor_dedup.training.commit import Saved
 from tensor_dedup.training.encoding.decisions import Compress
 from tensor_dedup.training.errors import DrainError, with_notes
 from tensor_dedup.training.options import SaveOptions, TierOptions, read_files
 from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.retention import RunRetention
+from tensor_dedup.training.saver import Saver
 from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot, StepSource
 from tensor_dedup.training.state import Value, in_groups
 from tensor_dedup.training.tiers.drain import Drain

@@ -87,7 +87,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "training": (
         *("errors", "reentry", "state", "adapters", "in_flight", "values", "retention"),
         *("snapshot", "host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
-        *("pending_save", "background", "options", "tiers", "run", "sharded"),
+        *("saver", "pending_save", "background", "options", "tiers", "run", "sharded"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),

@@ -2,8 +2,6 @@
 
 - `LastStep` holds the pieces of the last step and where they are stored. They are grouped by page
   of the step's manifest. A page lists 256 pieces. Unchanged pages are skipped.
-- `AnchorMemory` holds decoded leaves of anchors, the tensors that others are stored against. An
-  anchor serves many steps, and is not decoded again for each.
 - `RunCache` holds the connection to the index, and the hashing threads. To close and open the
   connection for each save would take longer than the save.
 
@@ -11,7 +9,6 @@ A forked child never uses its parent's state.
 """
 
 import os
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +25,6 @@ from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.deltas import Anchor
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 """A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""
@@ -40,7 +36,6 @@ Places: TypeAlias = tuple[ContainerId, ...]
 _TIER = 32
 _TIER_BITS = 5
 _SMALLEST_BITS = 12
-_MOST = 64 << 20
 # What a child inherited: closing it would end what the parent is doing, so it stays as it is.
 _INHERITED: list["_Kept"] = []
 
@@ -230,60 +225,6 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
         tier = max(0, nbytes.bit_length() - _SMALLEST_BITS) // _TIER_BITS
         tiers.setdefault(tier, set()).add(container)
     return {each for tier in tiers.values() if len(tier) >= _TIER for each in tier}
-
-
-class AnchorMemory:
-    """A cache of decoded leaves, kept between the saves of a run. Safe from any thread.
-
-    The leaves are those of anchors, the stored pieces that others are stored against. The cache
-    holds up to `most_bytes`. When it is full, no more leaves are added.
-    """
-
-    def __init__(self, most_bytes: int = _MOST) -> None:
-        self._most = most_bytes
-        self._lock = threading.Lock()
-        self._leaves: dict[tuple[bytes, int], bytearray] = {}
-        self._used: set[tuple[bytes, int]] = set()
-        self._nbytes = 0
-
-    def begin(self) -> None:
-        """Begin a save: drop the leaves that were not used during the previous save."""
-        with self._lock:
-            self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
-            self._nbytes = sum(map(len, self._leaves.values()))
-            self._used = set()
-
-    def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
-        """Return a leaf of `anchor`, verified. The caller must not modify it.
-
-        `start` and `stop` are the offsets of the leaf. Raises the errors of `Anchor.read`.
-        """
-        key = (anchor.digest, start)
-        with self._lock:
-            self._used.add(key)
-            known = self._leaves.get(key)
-        if known is not None and len(known) == stop - start:
-            return known
-        data = Anchor.read(anchor, start, stop)
-        with self._lock:
-            if key not in self._leaves and self._nbytes + len(data) <= self._most:
-                self._leaves[key] = data
-                self._nbytes += len(data)
-        return data
-
-
-@dataclass(frozen=True, slots=True)
-class KeptAnchor(Anchor):
-    """An anchor whose decoded leaves are kept in an AnchorMemory."""
-
-    memory: AnchorMemory = field(default_factory=AnchorMemory)
-
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return a leaf of the anchor, verified. The caller must not modify it.
-
-        `start` and `stop` are the offsets of the leaf. Raises the errors of `Anchor.read`.
-        """
-        return self.memory.read(self, start, stop)
 
 
 @dataclass(frozen=True, slots=True)

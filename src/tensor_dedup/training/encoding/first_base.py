@@ -17,6 +17,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.codecs.choice import Sample, distance, places
 from tensor_dedup.store.format.manifests import Piece, named_tensors
 from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
@@ -45,8 +46,8 @@ class Candidate(Protocol):
         """The tensor's size in bytes."""
 
     @property
-    def leaves(self) -> bytes:
-        """The concatenated digests of the tensor's leaves."""
+    def hashed(self) -> Hashed:
+        """The digest of the tensor and those of its leaves."""
 
     def read(self, start: int, stop: int) -> memoryview:
         """Return the bytes from `start` to `stop`, which need not be verified."""
