@@ -1,7 +1,7 @@
-"""One save in the background: capture, hash, encode, write and commit, in a thread of its own.
+"""One save in the background, whose thread captures and commits a step (`PendingSave.run`).
 
-Small tensors are captured when the object is made. The save's thread, its helpers and, if it has
-to change the model, the training thread capture the others (`capture`).
+The thread that starts the save has captured small tensors. The save's own thread, its helpers and,
+before it changes the model, the training thread capture the others (`capture`).
 """
 
 import os
@@ -128,7 +128,7 @@ class PendingSave:
     def run(self) -> None:
         """Capture and commit the step. The save's own thread calls this method."""
         try:
-            step = self._step()
+            step = self._captured_step()
             began = time.perf_counter()
             self._saved = self._commit(step)
             self.times.write = time.perf_counter() - began
@@ -145,7 +145,7 @@ class PendingSave:
             finally:
                 self._end()
 
-    def _step(self) -> StepSource:
+    def _captured_step(self) -> StepSource:
         """Return what is to be committed: all of it, unless others capture while it is written."""
         if self.streams and (self._previous is None or self._previous.done()):
             self._captured.set()  # no room will be made by another save
@@ -156,9 +156,6 @@ class PendingSave:
             self._previous.finish()
         return snapshot
 
-    def _broken(self, what: str) -> BrokenSaveError:
-        return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
-
     def _finish_capture(self) -> None:
         try:
             self._capture.work()
@@ -167,6 +164,9 @@ class PendingSave:
                 self._capture.retry()
         finally:
             self._captured.set()
+
+    def _broken(self, what: str) -> BrokenSaveError:
+        return BrokenSaveError.at(self.root, f"the save of {self.name}: {what}", name=self.name)
 
     def _end(self) -> None:
         if self._saved is None:

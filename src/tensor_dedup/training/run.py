@@ -34,7 +34,7 @@ from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.retention import RunRetention
 from tensor_dedup.training.saver import Saver
 from tensor_dedup.training.snapshot import ExtractedStep, StepSnapshot, StepSource
-from tensor_dedup.training.state import Value, in_groups
+from tensor_dedup.training.state import Value
 from tensor_dedup.training.tiers.drain import Drain
 from tensor_dedup.training.tiers.one_tier import OneTier, RunSteps
 from tensor_dedup.training.tiers.two_tiers import TwoTiers
@@ -370,10 +370,7 @@ class CheckpointStore:
         The result may share the model's memory, so the model must not be changed before the commit
         has ended. The arguments and errors are those of `save`.
         """
-        extracted = self._extract(model, step, metrics, files)
-        taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
-        ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
-        return StepSnapshot(extracted.notes, ordered, extracted.files)
+        return StepSnapshot.of(self._extract(model, step, metrics, files))
 
     def _extract(
         self,

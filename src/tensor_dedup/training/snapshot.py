@@ -19,7 +19,7 @@ from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.writing.containers import Want
 from tensor_dedup.store.writing.run_cache import StoredPiece
 from tensor_dedup.training.errors import NamedTwiceError
-from tensor_dedup.training.state import NamedValue, StateChunk
+from tensor_dedup.training.state import NamedValue, StateChunk, in_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,19 @@ class StepSnapshot:
     again: Callable[[str, bytes], tuple[FlatBytes, bool] | None] = lambda _name, _key: None
     check_unchanged: Callable[[], None] = lambda: None
     committed: Callable[[], None] = lambda: None
+
+    @classmethod
+    def of(cls, step: ExtractedStep) -> Self:
+        """Return a snapshot that shares the model's memory, without any copies.
+
+        The model must not be changed before the commit has ended.
+
+        Raises:
+            UnsupportedArrayError: A tensor or an array cannot be stored.
+        """
+        taken = [(chunk.piece(), chunk.group) for chunk in step.chunks]
+        ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
+        return cls(step.notes, ordered, step.files)
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
         """Yield nothing, because the step is captured completely."""
