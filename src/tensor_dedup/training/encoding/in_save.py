@@ -9,7 +9,7 @@ them to `BackgroundEncoder`.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
+from typing import TypeAlias
 
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
@@ -49,33 +49,11 @@ class LeftTensor:
         return replace(self, before=before)
 
 
-class StepEncoding(Protocol):
-    """Encodes the tensors of one save. Use it from one thread, and call `close` afterwards."""
-
-    @property
-    def left(self) -> list[LeftTensor]:
-        """The tensors that are to be encoded in the background."""
-        ...
-
-    @property
-    def first(self) -> FirstStep | None:
-        """How to find a base if the run has no earlier step; otherwise None."""
-        ...
-
-    def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> Sequence[Fresh]:
-        """Encode those pieces in `fresh` that become smaller, and store them with `writer`.
-
-        Returns the other pieces, which are still to be stored.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close what was opened for reading."""
-        ...
-
-
 class LeafEncoding:
-    """Encodes nothing, but stores no leaf of a tensor that its anchor has at the same offset."""
+    """Encodes nothing, but stores no leaf of a tensor that its anchor has at the same offset.
+
+    Use it for one save, from one thread, and call `close` afterwards. Nothing is `left` to encode.
+    """
 
     def __init__(self, decisions: Decisions, sharing: LeafSharing) -> None:
         self._decisions, self._sharing = decisions, sharing
@@ -83,7 +61,10 @@ class LeafEncoding:
         self.first: FirstStep | None = None
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
-        # docstring inherited
+        """Store those pieces in `fresh` of which most is stored already, with `writer`.
+
+        Returns the other pieces, which are still to be stored.
+        """
         decisions, sharing, others = self._decisions, self._sharing, []
         alike = sharing.find(((piece.hashed, piece.nbytes) for piece in fresh), parts=True)
         for piece in fresh:
@@ -96,12 +77,14 @@ class LeafEncoding:
         return others
 
     def close(self) -> None:
-        # docstring inherited
+        """Close what was opened for reading."""
         self._sharing.close()
 
 
 class CodecEncoding:
     """Encodes the tensors of one save by codecs, against their anchors and by leaf.
+
+    Use it from one thread, and call `close` afterwards.
 
     `before` returns the digests of the tensors in the previous step, by name. If there is no
     previous step, `first` finds a base in another checkpoint. With `defer`, tensors that would take
@@ -130,11 +113,14 @@ class CodecEncoding:
 
     @property
     def first(self) -> FirstStep | None:
-        # docstring inherited
+        """How to find a base if the run has no earlier step; otherwise None."""
         return None if self._before() else self._first
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
-        # docstring inherited
+        """Encode those pieces in `fresh` that become smaller, and store them with `writer`.
+
+        Returns the other pieces, which are still to be stored.
+        """
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
@@ -219,7 +205,11 @@ class CodecEncoding:
         return self._pieces
 
     def close(self) -> None:
-        # docstring inherited
+        """Close what was opened for reading."""
         self._sharing.close()
         if self._pieces is not None:
             self._pieces.close()
+
+
+StepEncoding: TypeAlias = LeafEncoding | CodecEncoding
+"""The encoding of one save, without codecs or with them."""
