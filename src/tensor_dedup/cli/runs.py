@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 from rich.table import Table
@@ -317,12 +317,19 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
     try:
         with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
             handle.drain()
+            stranded = cast("list[int]", handle.stats()["stranded"])
             there = handle.steps()
     except NotAStoreError as error:
         what = "it holds other files, and no store; name a folder that is new or empty, or a store"
         raise WrongUse(f"{folder}: {what}") from error
-    document = {"run": run, "folder": folder, "steps": there}
-    say(document, as_json, f"{folder}: {counted(len(there), 'step')} of {run}")
+    there = [step for step in there if step not in stranded]
+    document = {"run": run, "folder": folder, "steps": there, "stranded": stranded}
+    line = f"{folder}: {counted(len(there), 'step')} of {run}"
+    if stranded:
+        numbers = ", ".join(map(str, stranded))
+        line += f"\nleft here, as {folder} has gone on without: {counted(len(stranded), 'step')}"
+        line += f" ({numbers})"
+    say(document, as_json, line)
 
 
 @command.command()

@@ -27,7 +27,7 @@ from tensor_dedup.remote.layout import PROBE
 # What is in the folder of a remote: the first parts of keys, and what conditions need.
 OWN_NAMES: Final = {
     *("FORMAT", "refs", "manifests", "containers", "tables", "catalog", "trash"),
-    *("probe", "tmp", "lock", "identity", "lost+found"),
+    *("probe", "tmp", "lock", "identity", "writers", "lost+found"),
 }
 # A tag for `put_if` that no object has. Each service compares one of the two, and refuses a value
 # of another form in other words.

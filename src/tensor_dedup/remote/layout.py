@@ -21,7 +21,7 @@ STORE_TITLE: Final = f"{store_layout.MARKER_LINES[0]}\n".encode()
 IDENTITY: Final = store_layout.IDENTITY
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
-CATALOG, TRASH, PROBE = "catalog/", "trash/", "probe/"
+CATALOG, TRASH, PROBE, WRITERS = "catalog/", "trash/", "probe/", f"{store_layout.WRITERS}/"
 # Where a folder has what is being written.
 TMP: Final = "tmp/"
 KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
@@ -59,6 +59,15 @@ def name_of_ref(key: str) -> str | None:
     `key` must be in the folder `refs/`.
     """
     return name_in(key.removeprefix(REFS))
+
+
+def writer_key(run: str) -> str:
+    """Return the key of the object that names the writer of the run `run`.
+
+    Raises:
+        BadNameError: The name is not valid.
+    """
+    return f"{WRITERS}{file_of(run)}"
 
 
 def manifest_key(name: str) -> str:

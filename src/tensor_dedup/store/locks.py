@@ -93,16 +93,16 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 
 @contextmanager
-def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) -> Iterator[None]:
+def draining(files: Files, layout: StoreLayout) -> Iterator[None]:
     """Context manager: while it is active, the lock for draining steps is held.
 
     A step is drained when it is copied to the second tier of its run, another store or a remote.
-    Hold the lock while you change names of drained steps on a remote, or write the store's records
-    about drained steps.
+    Hold the lock while you change names of drained steps on a remote.
 
     Raises:
-        StoreBusyError: Another process has held the lock for `wait_s` seconds.
+        StoreBusyError: Another process has held the lock for ten minutes.
     """
+    wait_s = _REMOTE_WAIT_S
     busy = f"whoever changes a name on the remote behind it has held it for {wait_s:g} s"
     with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=wait_s):
         yield

@@ -7,8 +7,7 @@ StoreError
   - environment:   BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
                    OtherTierError        the second tier is another one than before, or not mounted
-                   DivergedTierError     the second tier has steps that the fast tier never saw
-                   DivergedStepError     two fast tiers have saved a step, and neither is later
+                   RunTakenError         another fast tier writes the run to the second tier now
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value cannot be stored in a checkpoint
                    UnsupportedArrayError    an array or a tensor cannot be stored in a checkpoint
@@ -26,7 +25,6 @@ The message of a StateError names the place in the object as a Python expression
 with advice. Errors about steps and their names are in `tensor_dedup.store.steps.errors`.
 """
 
-import shlex
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import ClassVar, Self
@@ -93,44 +91,37 @@ class OtherTierError(StoreError):
         return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
 
 
-class DivergedTierError(StoreError):
-    """Another fast tier has continued the run, and this fast tier still has undrained steps.
+class RunTakenError(StoreError):
+    """Another fast tier has become the writer of the run on the second tier.
 
-    The undrained steps were not copied to the second tier yet. If they were copied now, they would
-    count as later than the steps of the other fast tier. So they are not copied, and all tiers keep
-    their steps.
+    It has opened the run after this fast tier. Nothing was lost: steps that were not copied to the
+    second tier before stay on this fast tier.
     """
 
     @classmethod
     def of(
-        cls, fast: PurePath, run: str, steps: Sequence[int], where: str, theirs: Sequence[int]
+        cls,
+        fast: PurePath,
+        run: str,
+        *,
+        second: str,
+        where: str,
+        generation: int,
+        steps: Sequence[int],
     ) -> Self:
-        """Return the error about the undrained `steps` of a run on the fast tier `fast`.
+        """Return the error about a run with the fast tier `fast` and the second tier at `second`.
 
-        `theirs` has the steps on the second tier, at `where`, that came from another fast tier.
+        `where` and `generation` are those of the writer, and empty and 0 if they cannot be read.
+        `steps` has the steps that are on the fast tier only.
         """
-        store = shlex.quote(str(fast))
-        what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
-        what += f"{_numbered(steps)} here, saved without them, would come after them"
-        push = f"{shlex.quote(f'{run}@STEP')} {shlex.quote(where)} --replace --store {store}"
-        advice = "nothing was copied, and both keep what they have; for each of these here, either "
-        advice += f"`tensor-dedup push {push}`, or "
-        advice += f"`tensor-dedup runs delete {shlex.quote(run)} --step STEP --store {store}`"
-        facts = {"run": run, "steps": [*steps], "second": where, "theirs": [*theirs]}
-        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
-
-
-class DivergedStepError(AdvisedError):
-    """The two tiers have different content for one step, and it is unknown which is later.
-
-    This happens if two fast tiers were used in turn. Loads use the content on the second tier, and
-    both tiers keep theirs.
-    """
-
-    advice = (
-        "save the step again to replace both; or open the fast tier without `drain`, load the step "
-        "there, save it under another number if it is to stay, and delete it there"
-    )
+        by = f"{where} (generation {generation})" if where else "a writer whose token is damaged"
+        what = f"the run {run!r} is written to {second} by {by} now, and no more from here; "
+        what += "nothing was lost"
+        what += f", and what was not copied there stays here ({_numbered(steps)})" if steps else ""
+        advice = "end this training; or, if the other one has ended, open the run again here, "
+        advice += "which takes it back and names the steps that stay"
+        facts = {"run": run, "second": second, "where": where, "generation": generation}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts, steps=[*steps])
 
 
 class StateError(StoreError):
@@ -211,7 +202,7 @@ class MismatchedOriginalError(StateError):
 
 
 def _numbered(steps: Sequence[int]) -> str:
-    """Return steps, in order, for people."""
+    """Return steps, in order, as text."""
     if len(steps) == 1:
         return f"the step {steps[0]}"
     return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

@@ -28,7 +28,7 @@ from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, c
 from tensor_dedup.training.background import Hook, Saves
 from tensor_dedup.training.commit import Saved
 from tensor_dedup.training.encoding.decisions import Compress
-from tensor_dedup.training.errors import DrainError, with_notes
+from tensor_dedup.training.errors import DrainError, RunTakenError, with_notes
 from tensor_dedup.training.options import SaveOptions, TierOptions, read_files
 from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.retention import RunRetention
@@ -146,8 +146,13 @@ class CheckpointStore:
           steps are undrained, a save waits.
         * The second tier must be reachable during this call, because only the second tier knows
           which step is the latest. Afterwards it may be unreachable for a time.
-        * Only one `root` at a time may drain a run. If `keep_fast` is a number, `root` records the
-          second tier, and the run cannot be drained to another one.
+        * A run on a second tier has one writer: the `root` with which it was opened last. An
+          earlier one keeps the steps that it has not copied, and raises RunTakenError from its next
+          copy on. To read a run that is trained elsewhere, open the second tier without `drain`.
+        * When a `root` becomes the writer in place of another one, the steps that it had not copied
+          before are stranded: they stay in `root`, are not copied, and are named in a warning.
+        * If `keep_fast` is a number, `root` records the second tier, and the run cannot be drained
+          to another one.
 
         Raises:
             BadNameError: The run's name is invalid.
@@ -157,8 +162,6 @@ class CheckpointStore:
             UnknownNameError: The run has no step, and the store has no checkpoint `base`.
             OtherTierError: `drain` is not the second tier to which the run was drained before, for
                 example because its disk is not mounted.
-            DivergedTierError: Another `root` has continued the run, and this `root` has later steps
-                that are still to be drained.
             StoreIOError, StoreAccessError: The store at `drain` cannot be read.
             RemoteUrlError: `drain` is a URL that does not name a remote.
             RemoteUnreachableError: The remote at `drain` does not answer.
@@ -201,9 +204,9 @@ class CheckpointStore:
         """Open the second tier `drain`, and start to drain to it."""
         from tensor_dedup.training.tiers.remote_tier import second_tier
 
-        keep_fast, rules = options.keep_fast, self._retention.rules
+        keep_fast = options.keep_fast
         second = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
-        tiers = TwoTiers(self.store, second, self._steps, rules, keep_fast=keep_fast)
+        tiers = TwoTiers(self.store, second, self._steps, self._retention, keep_fast=keep_fast)
         wait, backlog = self._saver.wait_for_encoding, options.drain_backlog
         self._tiers, self._drain = tiers, Drain(tiers, wait_for_encoding=wait, backlog=backlog)
         weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
@@ -229,7 +232,7 @@ class CheckpointStore:
         except StoreError as error:
             if raised is None:
                 raise
-            what = "drained" if isinstance(error, DrainError) else "saved"
+            what = "drained" if isinstance(error, DrainError | RunTakenError) else "saved"
             raised.add_note(f"and a step was not {what}: {with_notes(error)}")  # that comes first
 
     def close(self) -> None:
@@ -241,6 +244,7 @@ class CheckpointStore:
         Raises:
             StoreError: A background save has failed; the exception is the error of the save.
             DrainError: A step could not be copied to the second tier.
+            RunTakenError: Another `root` is the writer of the run on the second tier.
         """
         self._saves.check()
         if self._drain is not None:
@@ -283,6 +287,7 @@ class CheckpointStore:
             BadStepError, BadMetricError, NamedTwiceError: An argument is invalid.
             StateError: The model cannot be taken apart.
             NestedSaveError: A signal handler or a provider has called this method during a save.
+            RunTakenError: Another `root` is the writer of the run on the second tier.
             NoSpaceError, StoreIOError: The disk failed; all saved steps are unchanged.
         """
         self._saves.wait()
@@ -570,6 +575,8 @@ class CheckpointStore:
         Raises:
             DrainError: A step could not be copied, or was not copied in time. The step stays on the
                 fast tier, and the copy is tried again.
+            RunTakenError: Another `root` is the writer of the run on the second tier. Each call
+                looks whether it still is.
         """
         if self._drain is None:
             return
@@ -595,10 +602,12 @@ class CheckpointStore:
           more reuse.
         * `total_bytes` is the number of bytes that the distinct tensors take on disk.
 
-        With a second tier, these figures are for the fast tier alone, and there are two more keys:
+        With a second tier, these figures are for the fast tier alone, and there are more keys:
 
         * `undrained` is the number of steps that are not on the second tier yet.
         * `drain_error` is the error of the last copy, or None.
+        * `stranded` has the numbers of the steps on the fast tier that are not copied, because the
+          second tier has gone on without them.
         """
         with self.store.handle.locked():
             found = run_stats(self.store.handle.objects, [self.run_id], self.run_id).to_dict()
@@ -607,6 +616,7 @@ class CheckpointStore:
             found |= {
                 "undrained": len(self._drain.undrained()),
                 "drain_error": None if error is None else str(error),
+                "stranded": self._drain.stranded(),
             }
         return found
 

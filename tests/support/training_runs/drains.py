@@ -2,11 +2,16 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from store_runs.stores import Model, assert_same, forest, network, train
+from store_runs.stores import Model, assert_same, forest, handle, network, open_store, train
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import NotARemoteError
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.tiers.remote_tier import RemoteTier
 from tensor_dedup.training.tiers.second_tier import StoreTier
@@ -64,18 +69,30 @@ def keep(run: CheckpointStore) -> None:
 
 
 def of_an_earlier_version(run: CheckpointStore) -> None:
-    """Neither tier has a note of the other."""
+    """Neither tier has a note of the other, and the second one has no token."""
     assert isinstance(run._tiers, TwoTiers)
-    run._tiers._notes._note = None
-    for folder in ("tiers", "drains"):
-        shutil.rmtree(run.store.path / folder)
+    run._tiers._bond._note = None
+    shutil.rmtree(run.store.path / "tiers")
     second = run._tiers.second
     if isinstance(second, StoreTier):
         (second.path / "identity").unlink()
+        shutil.rmtree(second.path / "writers")
     else:
         assert isinstance(second, RemoteTier)
         second._bucket.delete("identity")
+        second._bucket.delete("writers/run")
     run.save(model_of(2), 2)
+
+
+def pulled(folder: Path, remote: Any) -> CheckpointStore:
+    """The run as it is on a remote, pulled into a new store in `folder`; no writer is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    opened = Remote(remote) if isinstance(remote, Bucket) else Remote.open(remote)
+    store = open_store(folder)
+    with suppress(NotARemoteError):  # its marker is written first, and may not be there yet
+        if opened.names():
+            store.pull(opened, "run")
+    return handle(folder)
 
 
 _ALL: dict[str, Any] = {"keep_fast": None}

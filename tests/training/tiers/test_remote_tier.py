@@ -41,8 +41,8 @@ from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.steps.errors import KeptStepError, NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.training.errors import DivergedStepError, DrainError
-from training_runs.drains import model_of
+from tensor_dedup.training.errors import DrainError
+from training_runs.drains import model_of, pulled
 
 
 class Server(MemoryBucket):
@@ -85,10 +85,15 @@ def tiers(root: Path, remote: Any, **more: Any) -> CheckpointStore:
     )
 
 
-def elsewhere(root: Path, remote: Any, **more: Any) -> CheckpointStore:
-    """A machine that has nothing but the remote."""
-    shutil.rmtree(root / "elsewhere", ignore_errors=True)
-    return tiers(root / "elsewhere", remote, **more)
+def elsewhere(root: Path, remote: Any) -> CheckpointStore:
+    """What a machine that has nothing but the remote reads there."""
+    return pulled(root / "elsewhere", remote)
+
+
+def restarted(root: Path, remote: Any, **more: Any) -> CheckpointStore:
+    """The run on another machine, which has nothing but the remote and goes on from there."""
+    shutil.rmtree(root / "restarted", ignore_errors=True)
+    return tiers(root / "restarted", remote, **more)
 
 
 def near(root: Path) -> CheckpointStore:
@@ -171,7 +176,7 @@ def test_only_what_is_missing_travels_and_deltas_stay_deltas(
 def test_what_was_pulled_is_not_written_again(tmp_path: Path, server: Server) -> None:
     with tiers(tmp_path, server) as run:
         save(run, 0, 1)
-    run = elsewhere(tmp_path, server)
+    run = restarted(tmp_path, server)
     model = run.load(1)
     saved = run.save(model, 2)
     assert saved.new_bytes == 0
@@ -237,14 +242,15 @@ def test_deletions_and_marks_are_those_of_both(tmp_path: Path, server: Server) -
         run.unkeep(1)
         assert run.kept() == elsewhere(tmp_path, server).kept() == set()
         save(run, 1)
-    other = elsewhere(tmp_path, server)
-    assert other.latest() == 1
-    other.keep(2)  # which is on the remote alone
-    assert tiers(tmp_path, server).kept() == {2}
-    with pytest.raises(KeptStepError):
-        tiers(tmp_path, server).delete(2)
-    other.unkeep(2)
-    other.delete(2)
+    with restarted(tmp_path, server) as other:
+        assert other.latest() == 1
+        other.keep(2)  # which is on the remote alone
+    with tiers(tmp_path, server) as run:
+        assert run.kept() == {2}
+        with pytest.raises(KeptStepError):
+            run.delete(2)
+        run.unkeep(2)
+        run.delete(2)
     assert Remote(server).names() == ["run@1"]
 
 
@@ -282,28 +288,25 @@ def test_a_step_that_is_saved_again_replaces_the_one_there(tmp_path: Path, serve
     assert in_save_order(elsewhere(tmp_path, server)._places()) == [1, 0]
 
 
-def test_another_content_under_the_name_is_an_error_that_names_both(
-    tmp_path: Path, server: Server
+def test_another_content_under_the_name_is_named_and_not_replaced(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     with tiers(tmp_path, server) as run:
         save(run, 0, 1)
-    died = near(tmp_path)
-    died._steps.next()  # of a save that failed
-    died.save(model_of(7), 2)
-    with elsewhere(tmp_path, server) as run:
-        save(run, 2)  # with the same place in the order
+    near(tmp_path).save(model_of(7), 2)
+    with restarted(tmp_path, server) as run:
+        save(run, 2)
+    caplog.clear()
     run = tiers(tmp_path, server, keep_last=1)
+    (said,) = [message for message in caplog.messages if "will not be drained (2)" in message]
+    for text in (str(tmp_path / "fast"), f"push run@STEP {server.url} --replace"):
+        assert text in said
     save(run, 3)
-    with pytest.raises(DrainError) as caught:
-        run.close()
-    cause = caught.value.__cause__
-    assert isinstance(cause, DivergedStepError)
-    assert str(tmp_path / "fast") in str(cause)
-    assert server.url in str(cause)
-    assert run.undrained() == [2]
+    run.close()
+    assert (run.undrained(), run.stats()["stranded"]) == ([], [2])
     assert_same(run.load(2), model_of(2))  # the remote's counts
     assert_same(near(tmp_path).load(2), model_of(7))  # and the other is not lost
-    save(run, 2)  # as the advice says
+    save(run, 2)
     run.close()
     assert near(tmp_path).manifest(2) == Remote(server).read("run@2").manifest
 

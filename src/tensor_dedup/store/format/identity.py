@@ -1,12 +1,11 @@
-"""Text files about tiers: the identity of a second tier, and a store's notes about it. No I/O.
+"""Text files about tiers: which one a tier is, which second tier a run has, and who writes it.
 
 A run can save its steps to a fast local store, which is the fast tier. From there they can be
-copied, or drained, to another store or a remote, which is the second tier.
+copied, or drained, to another store or a remote, which is the second tier. No I/O.
 """
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
@@ -17,10 +16,8 @@ from tensor_dedup.store.format import frames
 TEXT_BYTES: Final = 1 << 14
 _TITLE: Final = "tensor-dedup identity"
 _NOTE_TITLE: Final = "tensor-dedup second tier"
-_SEEN_TITLE: Final = "tensor-dedup seen places"
-_ID, _RUN, _WHERE, _TIER = "id ", "run ", "where ", "tier "
-# So many second tiers are remembered, those that were used last.
-_TIERS: Final = 8
+_WRITER_TITLE: Final = "tensor-dedup writer"
+_ID, _RUN, _WHERE, _GENERATION, _HOLDER = "id ", "run ", "where ", "generation ", "holder "
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +33,16 @@ class TierNote:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenPlaces:
-    """A fast tier's notes about the steps of a run on one second tier.
+class Writer:
+    """The writer of a run on a second tier: the fast tier that may drain the run to it.
 
-    A step's place is its number in the order of saving.
-
-    - `drained` is a place. All steps of the fast tier up to it were copied to the second tier.
-    - `last` has one place for each fast tier that copied steps to the second tier: the greatest
-      place seen there. The places are in ascending order.
-    - `sent` has the names of the manifests copied last. Some of these copies may be incomplete.
+    `holder` is the identity of the fast tier, and `where` says on which machine and in which folder
+    it was then. `generation` is 1 for the first writer, and greater for each later one.
     """
 
-    drained: int = 0
-    last: tuple[int, ...] = ()
-    sent: tuple[str, ...] = ()
+    generation: int
+    holder: str
+    where: str
 
 
 def new_text() -> bytes:
@@ -92,38 +85,36 @@ def note_in(text: bytes, run: str) -> TierNote | None:
         return None
 
 
-def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
-    """Return the content for the file with a fast tier's notes about the steps of `run`.
+def writer_text(run: str, writer: Writer) -> bytes:
+    """Return the content for the file on a second tier that names the `writer` of `run`."""
+    return frames.encode_text(
+        [
+            _WRITER_TITLE,
+            f"{_RUN}{run}",
+            f"{_GENERATION}{writer.generation}",
+            f"{_HOLDER}{writer.holder}",
+            f"{_WHERE}{json.dumps(writer.where)}",
+        ]
+    )
 
-    `seen` maps the identity of each second tier to the notes, with the most recently used tier
-    last. Only the last eight are kept.
+
+def writer_in(text: bytes, run: str) -> Writer | None:
+    """Return the writer in `text`, the content of the file that names the writer of `run`.
+
+    Return None if the text is damaged or belongs to another run. Additional lines, which later
+    versions may write, are ignored.
     """
-    tiers = [*seen.items()][-_TIERS:]
-    lines = [
-        f"{_TIER}{identity} {each.drained} {','.join(map(str, each.last))} {','.join(each.sent)}"
-        for identity, each in tiers
-    ]
-    return frames.encode_text([_SEEN_TITLE, f"{_RUN}{run}", *lines])
-
-
-def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
-    """Return the notes about the steps of `run` in `text`, which `seen_text` made.
-
-    The result maps the identity of each second tier to the notes about it. It is empty if the text
-    is damaged or belongs to another run.
-    """
-    lines, found = _lines(text), dict[str, SeenPlaces]()
-    if lines[:2] != [_SEEN_TITLE, f"{_RUN}{run}"]:
-        return {}
+    lines = _lines(text)
+    if len(lines) < 5 or lines[:2] != [_WRITER_TITLE, f"{_RUN}{run}"]:
+        return None
+    generation, holder, where = (
+        line.removeprefix(prefix)
+        for line, prefix in zip(lines[2:5], (_GENERATION, _HOLDER, _WHERE), strict=True)
+    )
     try:
-        for line in lines[2:]:
-            identity, drained, last, sent = line.removeprefix(_TIER).split(" ")
-            places = sorted(int(place) for place in last.split(",") if place)
-            manifests = tuple(each for each in sent.split(",") if each)
-            found[identity] = SeenPlaces(int(drained), tuple(places), manifests)
-    except ValueError:
-        return {}
-    return found
+        return Writer(int(generation), holder, str(json.loads(where)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _lines(text: bytes) -> list[str]:

@@ -14,7 +14,7 @@ INDEX_LOCK = "index.lock"
 SEQUENCE = "sequence"
 IDENTITY = "identity"
 TIERS = "tiers"
-DRAINS = "drains"
+WRITERS = "writers"
 RENAMING = "renaming"
 RENAMED = "renamed"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
@@ -65,8 +65,7 @@ class StoreLayout:
     def drain_lock(self) -> Path:
         """The lock file that is held exclusively to change drained steps on a remote.
 
-        A step is drained when it is copied from this store to a remote or another store. The lock
-        also protects this store's records about drained steps.
+        A step is drained when it is copied from this store to a remote or another store.
         """
         return self.root / DRAIN_LOCK
 
@@ -90,8 +89,8 @@ class StoreLayout:
     def identity(self) -> Path:
         """The file with the random identity of this store.
 
-        It exists if this store was used as a second tier, to which steps of a run are copied from
-        another store.
+        It exists if this store was used as one of two tiers: steps of a run were copied to it from
+        another store, or from it to another store or a remote.
         """
         return self.root / IDENTITY
 
@@ -104,12 +103,12 @@ class StoreLayout:
         return self.root / TIERS
 
     @cached_property
-    def drains(self) -> Path:
-        """The folder of records about drained steps, one file for each run that has any.
+    def writers(self) -> Path:
+        """The folder that says who writes, one file for each run that is drained to this store.
 
-        A step is drained when it is copied from this store to another store or a remote.
+        A file names the fast tier that may drain the run to this store.
         """
-        return self.root / DRAINS
+        return self.root / WRITERS
 
     @cached_property
     def renaming(self) -> Path:

@@ -29,7 +29,8 @@ def rename_run(objects: Objects, run: str, new_run: str) -> int:
     Raises:
         UnknownStepError: There is no such run.
         NameTakenError: The store has a checkpoint with the name of a step of `new_run`.
-        DrainedRunError: The run is drained to a second tier, where its steps keep their names.
+        DrainedRunError: The run is drained to or from this store, and its steps have the same name
+            on the other tier.
         BadNameError, BadOptionError: `new_run` cannot be the name of a run.
         DamagedFileError, MissingObjectError, NewerFormatError: A step cannot be read. Nothing was
             renamed.
@@ -37,9 +38,7 @@ def rename_run(objects: Objects, run: str, new_run: str) -> int:
     check_run(new_run)
     check_no_step_s_name(new_run)
     root = objects.layout.root
-    if objects.files.status(objects.layout.tiers / file_of(run)) is not None:
-        what = f"the run {run!r} is drained to a second tier, where its steps have this name"
-        raise DrainedRunError.at(root, what, run=run)
+    _check_not_drained(objects, run)
     names = {name: found for name in objects.references() if (found := parse_step_name(name))}
     for name, found in names.items():
         if found.run == new_run:
@@ -69,3 +68,15 @@ def rename_run(objects: Objects, run: str, new_run: str) -> int:
     with objects.naming():
         rename_journal.carry_out(objects, Renaming(run, new_run, token, tuple(moves)))
     return count
+
+
+def _check_not_drained(objects: Objects, run: str) -> None:
+    layout, file = objects.layout, file_of(run)
+    tier = None
+    if objects.files.status(layout.tiers / file) is not None:
+        tier = "is drained to a second tier, where"
+    elif objects.files.status(layout.writers / file) is not None:
+        tier = "is drained to this store from another one, where"
+    if tier is not None:
+        what = f"the run {run!r} {tier} its steps have this name"
+        raise DrainedRunError.at(layout.root, what, run=run)

@@ -10,12 +10,16 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.steps.runs import steps_text
-from tensor_dedup.training.errors import DrainError
-from tensor_dedup.training.tiers.second_tier import OutdatedError, TierContent
+from tensor_dedup.training.errors import DrainError, RunTakenError
+from tensor_dedup.training.tiers.second_tier import OutdatedError
 from tensor_dedup.training.tiers.two_tiers import OF_THE_STEP, TwoTiers
+
+if TYPE_CHECKING:
+    from tensor_dedup.training.tiers.plan import TierContent
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
@@ -29,8 +33,9 @@ class Drain:
     """A thread that drains (copies) the steps of a run to its second tier.
 
     The thread ends when nothing is left to drain. A program ends only when its steps are drained,
-    or when the last attempt to drain has failed. A forked child drains only the steps that it has
-    saved itself. Safe from any thread.
+    or when the last attempt to drain has failed. When another fast tier has become the writer of
+    the run, the thread ends, and nothing is drained until `start` finds that this one is it again.
+    A forked child drains only the steps that it has saved itself. Safe from any thread.
     """
 
     def __init__(
@@ -51,7 +56,7 @@ class Drain:
         self._begin()
         tiers.on_keep, tiers.on_delete = self._keep, self._forget
         _ALL.add(self)
-        self.start()
+        self._start()
 
     def _keep(self, step: int) -> None:
         self.add(step, saved=False)
@@ -82,14 +87,28 @@ class Drain:
         with self._changed:
             return [*self._queue, *self._broken]
 
+    def stranded(self) -> list[int]:
+        """Return the numbers of the steps on the fast tier that are never drained, sorted."""
+        return self._tiers.stranded()
+
     @property
     def error(self) -> StoreError | None:
-        """The error of the last attempt to drain, or None if it succeeded."""
+        """The error of the last attempt to drain, or None if it succeeded.
+
+        If another fast tier is the writer of the run, it is the RunTakenError about that.
+        """
+        if (taken := self._tiers.taken_error()) is not None:
+            return taken
         with self._changed:
             return self._error or next(iter(self._broken.values()), None)
 
     def wait_for_room(self) -> None:
-        """Wait until fewer than `backlog` steps are undrained, or `release` is called."""
+        """Wait until fewer than `backlog` steps are undrained, or `release` is called.
+
+        Raises:
+            RunTakenError: Another fast tier is the writer of the run.
+        """
+        self._tiers.check_not_taken()
         with self._changed:
             if len(self._queue) < self._backlog or self._closing:
                 return
@@ -103,6 +122,7 @@ class Drain:
             self._changed.wait_for(
                 lambda: len(self._queue) < self._backlog or self._closing or self._thread is None
             )
+        self._tiers.check_not_taken()
 
     def add(self, step: int, *, saved: bool = True) -> None:
         """Queue a step that was saved or kept on the fast tier, and start to drain.
@@ -118,7 +138,21 @@ class Drain:
             self._run_thread()
 
     def start(self) -> None:
-        """Start to drain all undrained steps, including those that other processes have saved."""
+        """Start to drain all undrained steps, including those that other processes have saved.
+
+        Raises:
+            RunTakenError: Another fast tier is the writer of the run. Each call looks at that anew.
+        """
+        try:
+            self._tiers.look_again()
+        except RunTakenError:
+            raise
+        except StoreError as error:  # the second tier is away: what was known of it counts
+            self._tiers.check_not_taken()
+            _log.warning("%s: %s", self._fast.path, str(error))
+        self._start()
+
+    def _start(self) -> None:
         found = self._tiers.undrained()
         with self._changed:
             later = {step: mark for step, mark in self._queue.items() if step not in found}
@@ -133,7 +167,9 @@ class Drain:
         Raises:
             DrainError: An attempt that began after this call has failed, or `timeout` seconds have
                 passed.
+            RunTakenError: Another fast tier is the writer of the run.
         """
+        self._tiers.check_not_taken()
         with self._changed:
             first = self._begun + 1
             if self._queue:
@@ -145,6 +181,7 @@ class Drain:
             )
             left = [*self._queue, *self._broken]
             cause = self._error or next(iter(self._broken.values()), None)
+        self._tiers.check_not_taken()
         if left:
             why = f"{cause}" if in_time else f"not drained in {timeout:g} s"
             many = f"{steps_text(len(left))} of the run {self._run!r}, from {left[0]},"
@@ -164,6 +201,7 @@ class Drain:
 
         Raises:
             DrainError: A step could not be drained. The thread has ended all the same.
+            RunTakenError: Another fast tier is the writer of the run. The same holds.
         """
         try:
             self.wait()
@@ -183,7 +221,7 @@ class Drain:
     def _run_thread(self) -> None:
         """Start the thread unless it runs. The caller holds the lock, as where it is ended."""
         self._forsaken = False
-        if self._thread is None:
+        if self._thread is None and not self._tiers.is_taken:
             self._thread = threading.Thread(target=self._work, name="tensor-dedup-drain")
             try:
                 self._thread.start()
@@ -210,11 +248,11 @@ class Drain:
     def work_once(self) -> bool:
         """Try to drain the first step in the queue; return whether the thread is to continue.
 
-        Returns False if the queue is empty. After a failure, the method waits for a while before it
-        returns.
+        Returns False if the queue is empty, or if another fast tier is the writer of the run. After
+        another failure, the method waits for a while before it returns.
         """
         with self._changed:
-            if not self._queue:
+            if not self._queue or self._tiers.is_taken:
                 self._end()
                 return False
             step, mark = next(iter(self._queue.items()))
@@ -227,6 +265,11 @@ class Drain:
             there = self._tiers.copy(step)
         except OutdatedError:
             return True
+        except RunTakenError as error:
+            _log.error("%s", str(error))
+            with self._changed:
+                self._end()
+            return False
         except self._tiers.second.own_damage as error:
             return self._pause(step, error)
         except OF_THE_STEP as error:

@@ -2,8 +2,9 @@
 
 A step is drained by a push and read by a pull. A remote has no locks. So changes that
 concern both tiers are protected by a lock on the fast tier (`drain.lock`), which saves do not use.
-This lock does not exclude other fast tiers, so only one fast tier at a time may drain a run. Names
-are written conditionally: the write fails if another program has changed the name.
+This lock does not exclude other fast tiers, but only one fast tier at a time is the writer of a run
+(`writer`). Names are written conditionally: the write fails if another program has changed the
+name.
 """
 
 import logging
@@ -58,12 +59,8 @@ from tensor_dedup.store.steps.runs import (
     step_numbers,
 )
 from tensor_dedup.store.store import LocalStore
-from tensor_dedup.training.tiers.second_tier import (
-    OutdatedError,
-    SecondTier,
-    StoreTier,
-    TierContent,
-)
+from tensor_dedup.training.tiers.plan import TierContent
+from tensor_dedup.training.tiers.second_tier import OutdatedError, SecondTier, StoreTier
 from tensor_dedup.training.tiers.tier_identity import other_tier, tier_note
 
 _log = logging.getLogger(__name__)
@@ -145,6 +142,14 @@ class RemoteTier:
             self._bucket.put_if(layout.IDENTITY, new_text(), None if found is None else found[1])
             found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
         return None if found is None else identity_in(found[0])
+
+    def writer(self) -> tuple[bytes, str] | None:
+        # docstring inherited
+        return self._bucket.get(layout.writer_key(self._run), TEXT_BYTES)
+
+    def put_writer(self, text: bytes, tag: str | None) -> bool:
+        # docstring inherited
+        return self._bucket.put_if(layout.writer_key(self._run), text, tag)
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited; a remote has nothing to hold
@@ -285,7 +290,13 @@ class RemoteTier:
 
     # What changes
 
-    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+    def copy(
+        self,
+        step: int,
+        manifest: str,
+        place: StepPlace | None,
+        check_writer: Callable[[], None],
+    ) -> None:
         # docstring inherited
         fast, name = self._fast, step_name(self._run, step)
         try:
@@ -296,7 +307,7 @@ class RemoteTier:
             raise OutdatedError from error
         if outgoing.manifest != manifest:
             raise OutdatedError
-        guard = _StepGuard(self, step, manifest, place)
+        guard = _StepGuard(self, step, manifest, place, check_writer)
         try:
             # One that cannot be read there may be the same: then what is gone of it is sent again.
             transfer.push_to(
@@ -313,11 +324,12 @@ class RemoteTier:
             raise
         self._manifests[outgoing.manifest] = _Described.of(content)
 
-    def copy_mark(self, step: int, manifest: str) -> bool:
+    def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
         if not self._is_kept_near(step):
             return False
         with self.naming():
+            check_writer()
             place = self.place(step)
             # A mark of an earlier state than this tier's is a mark of nothing that counts.
             if not self._is_kept_near(step) or place is None or place.manifest != manifest:
@@ -329,9 +341,10 @@ class RemoteTier:
         with self._fast.handle.locked():
             return step in kept_steps(self._fast.handle.objects, self._run)
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int, check_writer: Callable[[], None]) -> None:
         # docstring inherited
         with self.naming():
+            check_writer()
             place = self.place(step)
             if place is None or place.manifest is None:
                 raise UnknownStepError.of(self._fast.path, self._run, step)
@@ -383,11 +396,18 @@ class RemoteTier:
 
 
 class _StepGuard(NameGuard):
-    """Lets a push change the name of a step while both tiers have it as they were seen."""
+    """Lets the writer's push change the name of a step while both tiers have it as it was seen."""
 
-    def __init__(self, tier: RemoteTier, step: int, manifest: str, place: StepPlace | None) -> None:
+    def __init__(
+        self,
+        tier: RemoteTier,
+        step: int,
+        manifest: str,
+        place: StepPlace | None,
+        check_writer: Callable[[], None],
+    ) -> None:
         self._tier, self._step, self._manifest = tier, step, manifest
-        self._place = place
+        self._place, self._check_writer = place, check_writer
 
     def lock(self) -> AbstractContextManager[None]:
         # docstring inherited
@@ -395,6 +415,7 @@ class _StepGuard(NameGuard):
 
     def check(self, there: str | None) -> None:
         # docstring inherited
+        self._check_writer()
         self.check_near()
         if there is None or there == self._manifest:
             return

@@ -1,13 +1,11 @@
 """The interface of a second tier, which keeps a run's steps lastingly, and a store as second tier.
 
-The module `remote_tier` has a remote as second tier. If two tiers have different versions of a
-step, the rules in `tier_identity` say which version counts, for stores and remotes alike.
+The module `remote_tier` has a remote as second tier. What is done with the steps follows from the
+rules in `plan`, for stores and remotes alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -16,6 +14,7 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
+    StoreIOError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.identity import (
@@ -49,27 +48,13 @@ from tensor_dedup.store.steps.runs import (
 )
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.writing.transfer import Transfer
+from tensor_dedup.training.tiers.plan import TierContent, ahead
 
 _T = TypeVar("_T")
 
 
 class OutdatedError(Exception):
     """A step was deleted or saved again while it was copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierContent:
-    """The content of a second tier, as far as it concerns one run.
-
-    * `places` maps step numbers to places in the order of saving.
-    * `kept` has the numbers of kept steps.
-    * `taken` has the numbers that no step can use, because the checkpoint with the name RUN@STEP is
-      not a step of this run.
-    """
-
-    places: dict[int, StepPlace]
-    kept: set[int]
-    taken: set[int]
 
 
 class SecondTier(Protocol):
@@ -93,6 +78,19 @@ class SecondTier(Protocol):
         With `make`, an identifier is written if the tier exists and does not have one. The
         identifier serves to detect that another tier, perhaps an empty one, has appeared at the
         same address.
+        """
+
+    def writer(self) -> tuple[bytes, str] | None:
+        """Return the content of the file that names the run's writer, and its tag, or None.
+
+        The tag changes with the content.
+        """
+
+    def put_writer(self, text: bytes, tag: str | None) -> bool:
+        """Write the file that names the run's writer if it still has this tag, durably.
+
+        If `tag` is None, the file is written only if it does not exist. Returns whether the write
+        certainly succeeded. Do not call this method inside `with self.naming():`.
         """
 
     def session(self) -> AbstractContextManager[None]:
@@ -143,24 +141,32 @@ class SecondTier(Protocol):
         Call this method inside `with self.naming():`.
         """
 
-    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+    def copy(
+        self,
+        step: int,
+        manifest: str,
+        place: StepPlace | None,
+        check_writer: Callable[[], None],
+    ) -> None:
         """Copy a step from the fast tier, where it has the manifest `manifest`, to this tier.
 
         If the copy replaces a step, `place` is the place that `self.place(step)` has returned for
-        it. Otherwise `place` is None.
+        it. Otherwise `place` is None. `check_writer` is called just before the step appears, while
+        the lock of names is held. If it raises, nothing appears.
 
         Raises:
             OutdatedError: The step was meanwhile deleted or saved again on one of the tiers.
         """
 
-    def copy_mark(self, step: int, manifest: str) -> bool:
+    def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         """Keep a step if it is kept on the fast tier and both tiers have it with this manifest.
 
-        Returns whether both conditions hold.
+        `check_writer` is called before the mark appears, as in `copy`. Returns whether both
+        conditions hold.
         """
 
-    def keep(self, step: int) -> None:
-        """Keep a step on this tier.
+    def keep(self, step: int, check_writer: Callable[[], None]) -> None:
+        """Keep a step on this tier. `check_writer` is called before the mark appears.
 
         Raises:
             UnknownStepError: This tier does not have the step.
@@ -207,26 +213,35 @@ class StoreTier:
 
     def identity(self, *, make: bool = False) -> str | None:
         # docstring inherited
+        found = _identity(self._second)
+        if found is None and make:
+            LocalStore.open(self.path, create=False, files=self._objects.files)  # raises if gone
+            found = own_identity(self._second)
+        return found
+
+    def writer(self) -> tuple[bytes, str] | None:
+        # docstring inherited
         with self._second.handle.translated():
-            found = self._identity()
-        return self._make_identity() if found is None and make else found
+            try:
+                text = self._objects.read(self._writer_path, TEXT_BYTES)
+            except MissingObjectError:
+                return None
+            except DamagedFileError:  # it is too large, or cannot be read
+                text = b""
+        return text, text.hex()
 
-    def _make_identity(self) -> str | None:
-        objects = self._objects
-        LocalStore.open(self.path, create=False, files=objects.files)  # raises if it is gone
-        with self._second.handle.locked():
-            new = objects.tmp_path()
-            objects.publish(new_text(), new)  # not in the lock, which others wait for
-            with objects.naming():
-                if self._identity() is None:
-                    objects.place(new, objects.layout.identity)
-                else:  # another fast tier was faster
-                    objects.files.unlink(new)
-            return self._identity()
+    def put_writer(self, text: bytes, tag: str | None) -> bool:
+        # docstring inherited
+        with self.naming():
+            found = self.writer()
+            if (None if found is None else found[1]) != tag:
+                return False
+            self._objects.publish(text, self._writer_path)
+            return True
 
-    def _identity(self) -> str | None:
-        text = text_at(self._objects, self._objects.layout.identity)
-        return None if text is None else identity_in(text)
+    @property
+    def _writer_path(self) -> Path:
+        return self._objects.layout.writers / file_of(self._run)
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited
@@ -278,9 +293,18 @@ class StoreTier:
         # docstring inherited
         return unlink(self._objects, [file_of(step_name(self._run, step))])
 
-    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+    def copy(
+        self,
+        step: int,
+        manifest: str,
+        place: StepPlace | None,
+        check_writer: Callable[[], None],
+    ) -> None:
         # docstring inherited
-        check = partial(self._check_copy, step, manifest, place)
+        def check() -> None:
+            check_writer()
+            self._check_copy(step, manifest, place)
+
         with self._second.handle.session() as (index, hasher):
             self._copy(step, manifest, check, index, hasher)
 
@@ -325,7 +349,7 @@ class StoreTier:
             raise OutdatedError
         check_replaceable(self._objects, self._run, step)
 
-    def copy_mark(self, step: int, manifest: str) -> bool:
+    def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
         near, name = self._fast.handle.objects, step_name(self._run, step)
 
@@ -337,6 +361,7 @@ class StoreTier:
             return step in kept_steps(near, self._run) and held == manifest
 
         def check() -> None:
+            check_writer()
             if not is_to_be():
                 raise OutdatedError
 
@@ -348,9 +373,10 @@ class StoreTier:
             self._objects.set_ref(mark, manifest, replace=True, check_name=check)
             return True
 
-    def keep(self, step: int) -> None:
-        # docstring inherited
+    def keep(self, step: int, check_writer: Callable[[], None]) -> None:
+        # docstring inherited; a mark that a replaced writer sets just then does no harm
         with self._second.handle.locked():
+            check_writer()
             keep_step(self._objects, self._run, step)
 
     def check_mark(self, step: int) -> None:
@@ -365,23 +391,6 @@ class StoreTier:
         # docstring inherited
         with self._second.handle.locked():
             self._objects.files.sync_folder(self._objects.layout.refs)
-
-
-def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Return whether the version `one` of a step is to be used instead of the version `other`.
-
-    A version is given by its place in the order of saving, or by None if it does not exist. The
-    result is True if `one` can be read, and one of these is true of `other`:
-
-    * It does not exist.
-    * It cannot be read.
-    * It is different from `one` and has an earlier place.
-    """
-    if one is None or not one.readable:
-        return False
-    if other is not None and one.manifest == other.manifest:
-        return False
-    return other is None or not other.readable or one.sequence > other.sequence
 
 
 def unlink(objects: Objects, files: Iterable[str]) -> bool:
@@ -404,3 +413,32 @@ def text_at(objects: Objects, path: Path) -> bytes | None:
     with suppress(MissingObjectError, DamagedFileError):
         return objects.read(path, TEXT_BYTES)
     return None
+
+
+def own_identity(store: LocalStore) -> str:
+    """Return the identity of a store that is a tier of a run; make one if it has none.
+
+    Raises:
+        StoreError: The identity cannot be read or written.
+    """
+    if (found := _identity(store)) is not None:
+        return found
+    objects = store.handle.objects
+    with store.handle.locked():
+        new = objects.tmp_path()
+        objects.publish(new_text(), new)  # not in the lock, which others wait for
+        with objects.naming():
+            if _identity(store) is None:
+                objects.place(new, objects.layout.identity)
+            else:  # another process was faster
+                objects.files.unlink(new)
+    made = _identity(store)
+    if made is None:
+        raise StoreIOError.at(store.path, "the identity that was written cannot be read")
+    return made
+
+
+def _identity(store: LocalStore) -> str | None:
+    with store.handle.translated():
+        text = text_at(store.handle.objects, store.handle.objects.layout.identity)
+    return None if text is None else identity_in(text)

@@ -6,15 +6,10 @@ step has the same place in the order of saving, the same metrics and the same fi
 Then the retention rules delete steps from both tiers, and drained steps that are not among the last
 ones are deleted from the fast tier.
 
-A step on the fast tier is undrained if the second tier lacks it, or has it with an earlier place in
-the order of saving. A mark is undrained if the second tier lacks it. All of this follows from the
-content of the two tiers, so no list of undrained steps is needed. The next process that opens the
-run with both tiers continues to drain.
-
-A step that is saved again gets a later place. If the tiers have different versions of a step, the
-version with the later place counts. Versions are only ever copied from the fast tier to the second
-tier. If another fast tier has saved the step independently, the later place does not decide.
-`tensor_dedup.training.tiers.tier_identity` detects this case.
+Which steps are to be drained follows from the content of the two tiers (`plan`), so no list of
+them is needed. The next process that opens the run with both tiers continues to drain. Versions of
+a step are only ever copied from the fast tier to the second tier, and only by the run's writer
+(`writer`).
 
 Three operations change both tiers: draining, deleting and unkeeping a step. Each of them holds the
 second tier's lock of names. A removal is durable on the second tier before it happens on the fast
@@ -23,7 +18,8 @@ complete on the fast tier.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -45,7 +41,6 @@ from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,
 )
-from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
@@ -54,7 +49,6 @@ from tensor_dedup.store.steps.runs import (
     check_not_kept,
     check_replaceable,
     describe_all,
-    in_save_order,
     keep_step,
     kept_steps,
     manifest_of,
@@ -63,16 +57,20 @@ from tensor_dedup.store.steps.runs import (
     steps_text,
 )
 from tensor_dedup.store.store import LocalStore
-from tensor_dedup.training.errors import DivergedStepError, DivergedTierError
+from tensor_dedup.training.errors import RunTakenError
+from tensor_dedup.training.retention import RunRetention
 from tensor_dedup.training.tiers.fast_space import FastSpace
-from tensor_dedup.training.tiers.second_tier import (
-    SecondTier,
-    StoreTier,
+from tensor_dedup.training.tiers.plan import (
     TierContent,
-    ahead,
-    unlink,
+    TierPlan,
+    counts,
+    is_drained,
+    is_stranded,
+    is_undrained,
 )
-from tensor_dedup.training.tiers.tier_identity import TierNotes, next_turn
+from tensor_dedup.training.tiers.second_tier import SecondTier, StoreTier, unlink
+from tensor_dedup.training.tiers.tier_identity import TierBond
+from tensor_dedup.training.tiers.writer import WriterToken
 
 _log = logging.getLogger(__name__)
 # What is wrong with a step itself: those behind it are drained all the same.
@@ -81,8 +79,6 @@ OF_THE_STEP = (
     MissingObjectError,
     DamagedFileError,
     NewerFormatError,
-    DivergedStepError,
-    DivergedTierError,
     KeptStepError,
     NotATrainingError,
 )
@@ -107,11 +103,11 @@ class TwoTiers:
         fast: LocalStore,
         second: SecondTier,
         order: StepOrder,
-        retention: Retention,
+        retention: RunRetention,
         *,
         keep_fast: int | None,
     ) -> None:
-        """Read the second tier.
+        """Become the writer of the run on the second tier, and read it.
 
         * `order` is the order of saving of the run on the fast tier.
         * `retention` has the rules by which steps are deleted.
@@ -120,9 +116,7 @@ class TwoTiers:
         Raises:
             BadOptionError: Both tiers are the same store.
             OtherTierError: The second tier is not the one to which the run was drained.
-            DivergedTierError: Another fast tier has continued the run, and this fast tier has later
-                steps that are still to be drained.
-            StoreError: A tier cannot be read.
+            StoreError: A tier cannot be read or written to.
         """
         with fast.handle.translated():
             _check_apart(fast, second)
@@ -131,50 +125,122 @@ class TwoTiers:
         self.on_keep: Callable[[int], None] = _ignore
         self.on_delete: Callable[[int], None] = _ignore
         self._retention, self._keep_fast = retention, keep_fast
-        self._notes = TierNotes(fast, second, order.run, lets_go=keep_fast is not None)
+        self._bond = TierBond(fast, second, order.run, lets_go=keep_fast is not None)
+        self._token = WriterToken(fast, second, order)
         self._seen = second.content()
-        self._meet(self._seen)
-        with suppress(StoreError), second.session():  # whoever drained them may have died then
-            self._note_drained(self._seen)
+        self._named = set[int]()
         with fast.handle.locked():
-            self._count_on()
+            self._give_later_places()
+        self._warn_if_taken()
 
-    def _count_on(self) -> None:
-        """See that no step gets a place that was given elsewhere, drained or not.
-
-        Where the second tier has later steps than the fast one, that was emptied, or another one
-        was used: it may have died with steps that nobody here knows of.
-        """
-        self._order.at_least(self._notes.drained)
+    def _give_later_places(self) -> None:
+        """See that steps saved from now on come after all that are on the second tier."""
         last = max((place.sequence for place in self._seen.places.values()), default=0)
-        if last > max((place.sequence for place in self._order.places().values()), default=0):
-            self._order.at_least(next_turn(last))
+        here = max((place.sequence for place in self._order.places().values()), default=0)
+        self._order.at_least(max(last, self._token.start))
+        if here < self._token.start:
             self._order.next()  # so that the fast tier knows it, and with it its other users
 
-    def _meet(self, there: TierContent) -> None:
-        """See what the second tier has, before anything is drained to it.
+    def _warn_if_taken(self) -> None:
+        """Say from which writer the run was taken, and which steps here are stranded by that."""
+        if not self._token.was_taken:
+            return
+        if (previous := self._token.previous) is not None:
+            what = "%s: this is the writer of the run %r on %s now, in place of %s (generation %d);"
+            what += " steps that were not drained from there stay there"
+            where = previous.where or "one that its damaged token does not name"
+            given = self.fast.path, self.run, self.second.where, where, previous.generation
+            _log.warning(what, *given)
+        self._name_stranded(self.stranded())
+
+    def _name_stranded(self, steps: Sequence[int]) -> None:
+        """Say once of each step that it is stranded, and what can be done about it."""
+        new = [step for step in steps if step not in self._named]
+        self._named.update(new)
+        if not new:
+            return
+        store, second = shlex.quote(str(self.fast.path)), shlex.quote(self.second.where)
+        replace = " --replace" if any(step in self._seen.places for step in new) else ""
+        push = f"tensor-dedup push {shlex.quote(f'{self.run}@STEP')} {second}{replace}"
+        delete = f"tensor-dedup runs delete {shlex.quote(self.run)} --step STEP"
+        what = "%s: %s of the run %r here will not be drained (%s), because %s has gone on without;"
+        what += " to copy one all the same, `%s --store %s`; to delete one, `%s --store %s`"
+        numbers = ", ".join(map(str, new))
+        given = self.fast.path, steps_text(len(new)), self.run, numbers, self.second.where
+        _log.warning(what, *given, push, store, delete, store)
+
+    # The writer
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether another fast tier was the writer of the run when that was looked at last.
+
+        Nothing is read for it.
+        """
+        return self._token.other is not None
+
+    def taken_error(self) -> RunTakenError | None:
+        """Return the error that says who is the writer, or None if `is_taken` is False."""
+        writer = self._token.other
+        if writer is None:
+            return None
+        return RunTakenError.of(
+            self.fast.path,
+            self.run,
+            second=self.second.where,
+            where=writer.where,
+            generation=writer.generation,
+            steps=self._plan(self._seen).not_drained(),
+        )
+
+    def check_not_taken(self) -> None:
+        """Check `is_taken`, without reading the second tier.
 
         Raises:
-            DivergedTierError: It has gone on without steps that are still to be drained.
+            RunTakenError: Another fast tier is the writer of the run.
         """
-        with self.fast.handle.locked():
-            near = self._order.places()
-        self._notes.meet(near, there)
+        if (error := self.taken_error()) is not None:
+            raise error
 
-    def _note_drained(self, there: TierContent, *, settle: bool = False) -> None:
-        """Note up to which place all is in the second tier, durably; `settle` that in any case."""
-        drained = self._drained_up_to(there)
-        if settle or drained > self._notes.drained:
-            # Who gave a name in the second tier may have died before it was durable.
-            self.second.settle()
-        self._notes.note_drained(drained)
+    def check_writer(self) -> None:
+        """Check on the second tier that this fast tier is the writer of the run.
+
+        Raises:
+            RunTakenError: Another fast tier is.
+            StoreError: The second tier cannot be read.
+        """
+        start = self._token.start
+        if not self._token.is_held():
+            self.check_not_taken()
+        if self._token.start != start:  # taken back by another handle of this fast tier
+            with self.fast.handle.locked():
+                self._order.at_least(self._token.start)
+
+    def look_again(self) -> None:
+        """Check on the second tier that it is the right one, and that this is the run's writer.
+
+        Raises:
+            OtherTierError: The second tier is another one than before.
+            RunTakenError: Another fast tier is the writer of the run.
+            StoreError: The second tier cannot be read.
+        """
+        self._bond.check()
+        self.check_writer()
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Hold the lock under which a name goes from both; the second tier is the right one."""
+        """Hold the lock under which a name goes from both; this is the writer of the right tier."""
         with self.second.naming():
-            self._notes.check()
+            self.look_again()
             yield
+
+    def _plan(self, there: TierContent) -> TierPlan:
+        """Return what is to be done if `there` is what the second tier had just before."""
+        return TierPlan(*self._near(), there, self._token.start)
+
+    def _near(self) -> tuple[dict[int, StepPlace], set[int]]:
+        with self.fast.handle.locked():
+            return self._order.places(), kept_steps(self._objects, self.run)
 
     # The steps
 
@@ -184,13 +250,8 @@ class TwoTiers:
         If both tiers have a step, the place is that of the version that a load would use. If the
         second tier cannot be read, its last known content is used.
         """
-        with self.fast.handle.locked():
-            near = self._order.places()
-        found = dict(self._look().places)
-        for step, place in near.items():
-            if self._notes.counts(place, found.get(step)):
-                found[step] = place
-        return {step: found[step] for step in sorted(found)}
+        near, kept = self._near()  # first: what leaves the fast tier then is on the second one
+        return TierPlan(near, kept, self._look(), self._token.start).places()
 
     def numbers(self) -> set[int]:
         """Return the step numbers that are taken on the fast tier, or were on the second one.
@@ -208,13 +269,15 @@ class TwoTiers:
         Raises:
             StoreError: The second tier cannot be read.
         """
-        self._notes.check()
+        self._bond.check()
+        with self.fast.handle.locked():  # first, as for `places`
+            described = describe_all(self._objects, self.run)
+            near = {each.step: self._order.place(each.step) for each in described}
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
-        with self.fast.handle.locked():
-            for each in describe_all(self._objects, self.run):
-                if self._notes.counts(self._order.place(each.step), there.get(each.step)):
-                    found[each.step] = each
+        for each in described:
+            if counts(near[each.step], there.get(each.step), self._token.start):
+                found[each.step] = each
         return [found[step] for step in sorted(found)]
 
     def manifest(self, step: int) -> str:
@@ -235,10 +298,10 @@ class TwoTiers:
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
         """Open a step, call `read` with the open checkpoint, and return its result.
 
-        If the tiers have different versions of the step, the later one that can be read is opened,
-        or that on the second tier if they were saved independently. If both have the same version,
-        it is opened on the fast tier. If it is damaged there, it is opened on the second tier
-        instead, and `read` may be called twice. Errors of `read` are passed on.
+        If the tiers have different versions of the step, the one that counts is opened (`plan`). If
+        both have the same version, it is opened on the fast tier. If it is damaged there, it is
+        opened on the second tier instead, and `read` may be called twice. Errors of `read` are
+        passed on.
 
         Raises:
             UnknownStepError: Neither tier has the step.
@@ -273,7 +336,7 @@ class TwoTiers:
         try:
             content = self.second.content()
             if not self._seen.places.keys() <= content.places.keys():  # deleted, or unmounted
-                self._notes.check()
+                self._bond.check()
             self._seen = content
         except StoreError as error:
             _log.warning("going by what was known of %s: %s", self.second.where, str(error))
@@ -286,15 +349,17 @@ class TwoTiers:
     # What changes both
 
     def check_replaceable(self, step: int) -> None:
-        """Check that a step may be saved, according to the last known content of the second tier.
+        """Check that a step may be saved, according to what is known of the second tier.
 
         Nothing is read from the second tier.
 
         Raises:
+            RunTakenError: Another fast tier is the writer of the run.
             KeptStepError: The step is kept on a tier.
             NotATrainingError: The step's name stands for a checkpoint that is not a step of this
                 run.
         """
+        self.check_not_taken()
         with self.fast.handle.translated():
             check_replaceable(self._objects, self.run, step)
         facts = {"run": self.run, "step": step}
@@ -343,10 +408,10 @@ class TwoTiers:
         Raises:
             StoreError: The second tier cannot be reached.
         """
-        self._notes.check()
+        self._bond.check()
         with self.second.session():
             there = self.second.content()
-            dropped = [s for s in self._dropped(there) if among is None or s in among]
+            dropped = [s for s in self._dropped(self._plan(there)) if among is None or s in among]
             for step in dropped if not dry_run else ():
                 self._drop(step, there.places[step])
         return dropped
@@ -364,11 +429,11 @@ class TwoTiers:
         """
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self.fast.handle.locked():
-            if self._notes.counts(self._order.place(step), there):
+            if counts(self._order.place(step), there, self._token.start):
                 keep_step(self._objects, self.run, step)
                 self.on_keep(step)
                 return
-        self.second.keep(step)
+        self.second.keep(step, self.check_writer)
         self._seen.kept.add(step)
 
     def unkeep(self, step: int) -> None:
@@ -394,16 +459,14 @@ class TwoTiers:
         A step of which only the mark is to be drained is one of them. If the second tier cannot be
         read, its last known content is used.
         """
-        seen = self._look()
-        with self.fast.handle.locked():
-            near, kept = self._order.places(), kept_steps(self._objects, self.run)
-        return [
-            step
-            for step in in_save_order(near)
-            if step not in seen.places
-            or self._notes.undrained(near[step], seen.places[step])
-            or (step in kept - seen.kept and self._notes.counts(near[step], seen.places[step]))
-        ]
+        return self._plan(self._look()).to_drain()
+
+    def stranded(self) -> list[int]:
+        """Return the steps of the fast tier that are neither drained nor to be drained, by number.
+
+        Nothing is read from the second tier.
+        """
+        return self._plan(self._seen).stranded()
 
     def copy(self, step: int) -> TierContent:
         """Copy a step, as it is now, unless the second tier has it or a later version of it.
@@ -415,10 +478,11 @@ class TwoTiers:
             StoreError: The step could not be copied. If the error is of a type in `OF_THE_STEP` and
                 not in `second.own_damage`, something is wrong with this step alone.
         """
-        self._notes.identify()
+        self._bond.identify()
         with self.second.session():
+            self._token.renew()
+            self.check_writer()
             there = self._seen = self.second.content()
-            self._meet(there)
             try:
                 with self.fast.handle.locked():
                     manifest, _, _ = manifest_of(self._objects, self.run, step)
@@ -426,26 +490,18 @@ class TwoTiers:
             except (UnknownStepError, NotATrainingError):
                 return there
             place = self.second.place(step)
-            if near is not None and place is not None and self._notes.diverged(near, place):
-                if near.sequence > place.sequence:
-                    raise DivergedTierError.of(
-                        self.fast.path, self.run, [step], self.second.where, [step]
-                    )
-                what = f"the step {step} of {self.run!r} is another one in {self.second.where}"
-                raise DivergedStepError.at(self.fast.path, what, run=self.run, step=step)
-            if near is not None and ahead(near, place):
-                self._notes.sending(near)
-                self.second.copy(step, manifest, place)
-                self._notes.check()  # the disk may have gone away just before the copy
+            if is_undrained(near, place, self._token.start):
+                self.second.copy(step, manifest, place, self.check_writer)
+                self._bond.check()  # the disk may have gone away just before the copy
                 place = self.second.place(step)
             if place is not None:
-                if place.manifest == manifest:
-                    self._notes.copied(place.sequence)
-                self._notes.bind()
+                self._bond.bind()
                 there.places[step] = place
                 with self.fast.handle.locked():
                     self._order.at_least(place.sequence)
-            if self.second.copy_mark(step, manifest):
+            if is_stranded(near, place, self._token.start):
+                self._name_stranded([step])
+            if self.second.copy_mark(step, manifest, self.check_writer):
                 there.kept.add(step)
             self._seen = there
             return there
@@ -459,8 +515,11 @@ class TwoTiers:
             with self.second.session():
                 if there is None:
                     there = self._seen = self.second.content()
-                dropped, left = self._dropped(there), self._left_behind(there)
-                self._note_drained(there, settle=bool(dropped or left))
+                plan = self._plan(there)
+                dropped, left = self._dropped(plan), self._left_behind(plan)
+                if dropped or left:
+                    # Who gave a name there may have died before it was durable.
+                    self.second.settle()
                 for step in dropped:
                     self._drop(step, there.places[step])
                 for step in left:
@@ -468,30 +527,18 @@ class TwoTiers:
         except StoreError as error:  # the step is drained: what was to go goes after the next one
             _log.warning("%s: no drained step was let go of: %s", self.fast.path, str(error))
 
-    def _drained_up_to(self, there: TierContent) -> int:
-        """The place up to which every step of the fast tier is drained; later ones may be, too."""
-        with self.fast.handle.locked():
-            near = self._order.places()
-        drained = self._notes.drained
-        for step in in_save_order(near):
-            if not near[step].readable or not self._is_drained(near[step], there.places.get(step)):
-                break
-            drained = max(drained, near[step].sequence)
-        return drained
-
-    def _dropped(self, there: TierContent) -> list[int]:
+    def _dropped(self, plan: TierPlan) -> list[int]:
         """The steps that no rule keeps, by what is in the second tier: that is what lasts."""
-        places = {step: place for step, place in there.places.items() if place.readable}
-        if not self._retention.any or not places:
-            return []
-        order = in_save_order(places)
-        metrics: Mapping[int, Mapping[str, float]] = {step: {} for step in order}
-        if self._retention.best is not None:
-            metrics = {each.step: each.metrics for each in self.second.described()}
-        with self.fast.handle.locked():
-            kept = there.kept | kept_steps(self._objects, self.run)
-        dropped = self._retention.dropped(metrics, kept, order[-1], order)
-        return [s for s in dropped if s in places and not self.space.is_base(self.run, s)]
+        kept = {*plan.kept, *plan.there.kept}
+        return self._retention.unretained(plan.there.places, kept, self._metrics)
+
+    def _metrics(self) -> dict[int, dict[str, float]]:
+        return {each.step: each.metrics for each in self.second.described()}
+
+    def _left_behind(self, plan: TierPlan) -> list[int]:
+        """The drained steps that are to leave the fast tier; what a save counts on stays."""
+        left = plan.left_behind(self._keep_fast)
+        return [step for step in left if not self.space.is_base(self.run, step)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was kept or saved again."""
@@ -504,22 +551,9 @@ class TwoTiers:
                 with self.fast.handle.locked():
                     check_not_kept(self._objects, self.run, step)
                     near = self._order.place(step)
-                if not self._notes.undrained(near, place):
+                start = self._token.start
+                if near is None or not near.readable or is_drained(near, place, start):
                     self._remove(step, near)
-
-    def _is_drained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        if there is None or not there.readable:
-            return False
-        return not self._notes.undrained(near, there)
-
-    def _left_behind(self, there: TierContent) -> list[int]:
-        """The drained steps on the fast tier that are not among its last."""
-        if self._keep_fast is None:
-            return []
-        with self.fast.handle.locked():
-            near = self._order.places()
-        drained = [s for s in in_save_order(near) if self._is_drained(near[s], there.places.get(s))]
-        return [s for s in drained[: -self._keep_fast] if not self.space.is_base(self.run, s)]
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self.run, step))]
@@ -530,7 +564,9 @@ class TwoTiers:
                     if not kept:
                         return  # the mark is still to be drained
                     files.insert(0, file_of(step_name(self.run, step, kept=True)))
-                if self._is_drained(self._order.place(step), there):
+                near = self._order.place(step)
+                is_there = is_drained(near, there, self._token.start)
+                if is_there and not self.space.is_base(self.run, step):
                     self.space.released += unlink(self._objects, files)
 
 
