@@ -222,6 +222,34 @@ def test_a_delta_whose_base_is_condemned_is_not_relied_on(
     assert_whole(tmp_path, bucket, "tune", "more")
 
 
+def test_a_delta_whose_base_is_condemned_before_it_has_a_name_is_pulled(tmp_path: Path) -> None:
+    """A gc that has seen no reference to it condemns what a push relies on, for a lease."""
+
+    class Overtaken(MemoryBucket):
+        def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+            if key == layout.ref_key("tune"):
+                assert containers_in(Remote(self.beside).gc(24).condemn)
+            return super().put_if(key, data, tag)
+
+        beside: MemoryBucket
+
+    server = Overtaken()
+    server.beside = MemoryBucket()
+    server.beside.objects, server.beside._count = server.objects, 10_000
+    store, b = open_store(tmp_path / "store"), noise(2, 400 * KIB)
+    for name, tensor in {"base": b, "tune": b[:1000] + bytes([b[1000] ^ 1]) + b[1001:]}.items():
+        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(b=tensor))})
+        store.import_(path, name, compress="auto")
+    store.push(Remote(server), "base")
+    Remote(server).delete("base")
+    server.clock += 25 * HOUR
+    server.beside.clock = server.clock
+    store.push(Remote(server), "tune")
+    (delta,) = (record for record in records(server) if record.base is not None)
+    assert not catalog_of(server).holders(delta.digest)
+    assert_whole(tmp_path, server, "tune")
+
+
 @pytest.mark.parametrize("doubt", ["condemned", "damaged", "being deleted"])
 def test_no_container_that_is_doubtful_is_kept_in_place_of_another_one(
     tmp_path: Path, doubt: str

@@ -395,12 +395,15 @@ def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
     return rebuilt(bucket) if found is None else found
 
 
-def rebuilt(bucket: Bucket, *, look: bool = True) -> Catalog:
+def rebuilt(bucket: Bucket, *, relied_on: bool = True) -> Catalog:
     """Return a catalog built from all readable tables on the remote; nothing is written.
 
     Containers that are noted as damaged, or that a gc is deleting, are left out. What the head and
-    the trash say is kept as far as they can be read. With `look`, containers are listed, too: one
-    that is missing or has another size than its table says is added to `damaged`.
+    the trash say is kept as far as they can be read.
+
+    With `relied_on`, a push may rely on what is listed. So containers are listed, too: one that is
+    missing or has another size than its table says is added to `damaged`. And deltas whose bases
+    are condemned are left out. A pull needs neither: a delta can be read while its base is there.
 
     Raises:
         UnlistedRemoteError: The remote is behind a web server that lists nothing.
@@ -414,11 +417,13 @@ def rebuilt(bucket: Bucket, *, look: bool = True) -> Catalog:
             catalog.damaged = frozenset(head.damaged)
             catalog.trash = _read_trash(bucket, head)
     tables_ = _tables_of(bucket)
-    if look:
+    condemned: Collection[str] = ()
+    if relied_on:
         catalog.damaged |= _broken(bucket, tables_) - catalog.trash.deleting
+        condemned = catalog.trash.condemned
     out = catalog.damaged | catalog.trash.deleting
     kept = {c: table for c, table in tables_.items() if layout.container_key(c) not in out}
-    for entry in entries_of(kept, catalog.trash.condemned):
+    for entry in entries_of(kept, condemned):
         catalog.add(entry)
     return catalog
 

@@ -146,7 +146,7 @@ class Locator:
 
     def _rebuild(self) -> Catalog | None:
         try:
-            return rebuilt(self._bucket, look=False)
+            return rebuilt(self._bucket, relied_on=False)
         except (UnlistedRemoteError, RemoteAccessError):  # of those who may only read objects
             return None
 
