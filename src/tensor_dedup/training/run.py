@@ -150,7 +150,8 @@ class CheckpointStore:
           earlier one keeps the steps that it has not copied, and raises RunTakenError from its next
           copy on. To read a run that is trained elsewhere, open the second tier without `drain`.
         * When a `root` becomes the writer in place of another one, the steps that it had not copied
-          before are stranded: they stay in `root`, are not copied, and are named in a warning.
+          before are stranded: they stay in `root`, are not copied, and are named in a warning. They
+          count as saved before all others.
         * If `keep_fast` is a number, `root` records the second tier, and the run cannot be drained
           to another one.
 

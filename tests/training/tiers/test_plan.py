@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensor_dedup.store.steps.runs import StepPlace
+from tensor_dedup.store.steps.runs import StepPlace, in_save_order
 from tensor_dedup.training.tiers.plan import (
     TierContent,
     TierPlan,
@@ -105,3 +105,4 @@ def test_a_plan() -> None:
     assert (later.to_drain(), later.left_behind(1)) == ([5, 8], [2])
     later = TierPlan(near, {2, 3}, TierContent(there, {7}, {6}), TURN)
     assert (later.to_drain(), later.stranded()) == ([2], [3, 5])
+    assert in_save_order(later.places()) == [5, 8, 2, 4, 7, 3]

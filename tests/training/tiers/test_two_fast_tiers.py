@@ -604,13 +604,31 @@ def test_what_comes_back_late_is_not_drained(tmp_path: Path) -> None:
     assert (run.undrained(), stranded(run)) == ([], [4, 6])
     run.close()
     assert alone(tmp_path).steps() == [0, 1, 2]
-    assert (run.steps(), run.latest()) == ([0, 1, 2, 4, 6], 6)
+    assert (run.steps(), run.latest()) == ([0, 1, 2, 4, 6], 2)
     for name, plus, steps in (("one", 0, (4, 5)), ("two", 10, (4, 6))):
         for step in steps:
             assert_same(alone(tmp_path, name).load(step), moving(step + plus))
     with two(tmp_path, tmp_path / "second") as run:
         save(run, 7)
     assert (alone(tmp_path).steps(), alone(tmp_path).latest()) == ([0, 1, 2, 7], 7)
+
+
+def test_a_stranded_step_is_never_the_latest(tmp_path: Path, second: str) -> None:
+    """Whatever its place: another run of the same store may have had many writers."""
+    with one(tmp_path, second) as run:
+        save(run, 0)
+    died = alone(tmp_path, "one")
+    died._steps.at_least(50 * TURN)
+    save(died, 1, 2, plus=10)
+    with two(tmp_path, second) as run:
+        save(run, 1)
+    with one(tmp_path, second) as run:
+        assert (stranded(run), run.steps(), run.latest()) == ([1, 2], [0, 1, 2], 1)
+        assert_same(run.load(1), moving(1))
+        assert_same(run.load(2), moving(12))
+        save(run, 3)
+        assert run.latest() == 3
+    assert (read(tmp_path, second).steps(), read(tmp_path, second).latest()) == ([0, 1, 3], 3)
 
 
 @pytest.mark.parametrize("keep", [None, 2])
