@@ -143,7 +143,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         held = self.source  # of an ensemble there are thousands, which are pieces already
         if type(held) is NamedValue and held.name == self.name:
             return held
-        return _piece(self.name, self.value())
+        return _named_value(self.name, self.value())
 
     def value(self) -> "Value":
         """Return `source`, or the result of `make`. Bytes are returned as a NamedValue."""
@@ -186,7 +186,7 @@ def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
             strings or times, for quantised, sparse and meta tensors, and for tensors of unknown
             subclasses.
     """
-    return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
+    return [_in_memory(_named_value(name, held)) for name, held in tensors.items()]
 
 
 def _in_memory(piece: NamedValue) -> NamedValue:
@@ -230,7 +230,7 @@ def of_its_size(piece: NamedValue) -> NamedValue:
 
 def raw(held: "Value") -> memoryview:
     """Return the bytes of `held` (a NamedValue, an array or a tensor), flat and in C order."""
-    return flat_bytes(_piece("", held).data)[:]
+    return flat_bytes(_named_value("", held).data)[:]
 
 
 def is_tensor(held: object) -> bool:
@@ -245,7 +245,8 @@ def is_array(held: object) -> bool:
     return numpy is not None and isinstance(held, numpy.ndarray)
 
 
-def _piece(name: str, held: object) -> NamedValue:
+def _named_value(name: str, held: object) -> NamedValue:
+    """Return a NamedValue, an array or a tensor as a NamedValue called `name`, without a copy."""
     if isinstance(held, NamedValue):
         found = held if held.name == name else replace(held, name=name)
         return of_its_size(found)
@@ -254,7 +255,7 @@ def _piece(name: str, held: object) -> NamedValue:
     if is_array(held):
         return _of_array(name, held)
     kind = type(held).__qualname__
-    raise UnsupportedArrayError.at(name, f"a {kind} is no array, tensor or Piece", type=kind)
+    raise UnsupportedArrayError.at(name, f"a {kind} is no array, tensor or NamedValue", type=kind)
 
 
 def _of_array(name: str, array: Any) -> NamedValue:
