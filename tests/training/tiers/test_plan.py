@@ -106,3 +106,5 @@ def test_a_plan() -> None:
     later = TierPlan(near, {2, 3}, TierContent(there, {7}, {6}), TURN)
     assert (later.to_drain(), later.stranded()) == ([2], [3, 5])
     assert in_save_order(later.places()) == [5, 8, 2, 4, 7, 3]
+    damaged = TierPlan(near, set(), TierContent({**there, 3: at(9, None)}, set(), set()), TURN)
+    assert in_save_order(damaged.places()) == [3, 5, 8, 2, 4, 7]

@@ -154,16 +154,15 @@ class TierPlan:
     def places(self) -> dict[int, StepPlace]:
         """Return the steps on either tier, each with the place of the version that is used.
 
-        Stranded steps that the second tier lacks come before all others, in their order: a training
-        that resumes from the latest step goes on from where the last writer has come to.
+        Stranded versions come before all others, in their order: a training that resumes from the
+        latest step goes on from where the last writer has come to.
         """
         found = dict(self.there.places)
         for step, place in self.near.items():
             there = found.get(step)
-            if there is None and is_stranded(place, there, self.start):
-                found[step] = place._replace(sequence=place.sequence - self.start)
-            elif counts(place, there, self.start):
-                found[step] = place
+            if counts(place, there, self.start):
+                before = self.start if is_stranded(place, there, self.start) else 0
+                found[step] = place._replace(sequence=place.sequence - before)
         return {step: found[step] for step in sorted(found)}
 
     def to_drain(self) -> list[int]:
