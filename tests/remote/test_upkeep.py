@@ -1,7 +1,7 @@
 """What a remote holds, what it takes, and that nothing that is needed is ever deleted."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,11 +10,11 @@ import pytest
 
 from remote_runs.remotes import Chunks, Faulty, Killed, MemoryBucket
 from remote_runs.s3_faults import FaultyProxy, MemoryS3, Request, Response, client
-from store_runs.stores import content, noise, open_store, stored, three
+from store_runs.stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.remote.catalog import catalog_of, read_catalog
+from tensor_dedup.remote.catalog import catalog_of, noted_damage, read_catalog
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -506,6 +506,39 @@ def test_what_verify_found_damaged_is_not_listed_as_fine(
     store.push(remote, "base")
     for found in (remote.checkpoints(), remote.usage().checkpoints):
         assert not any(each.damage for each in found)
+
+
+@pytest.mark.parametrize("what", ["checkpoints", "usage"])
+def test_what_is_pushed_beside_is_not_listed_as_damaged(
+    tmp_path: Path, apart: tuple[Store, MemoryBucket], what: str
+) -> None:
+    """The catalog that notes some damage was read before the name was there."""
+    store, bucket = apart
+    assert not Remote(bucket).verify(full=True).fine
+    assert noted_damage(bucket)
+    store.import_(
+        write(tmp_path / "new", {"model.safetensors": safetensors(u8(n=b"n" * 99))}), "new"
+    )
+
+    class Beside(MemoryBucket):
+        pushed = False
+
+        def list(self, prefix: str) -> Iterator[ObjectStatus]:
+            if prefix.startswith(layout.REFS) and not self.pushed:
+                self.pushed = True
+                store.push(Remote(bucket), "new")
+            return super().list(prefix)
+
+    server = Beside()
+    server.objects, server.clock = bucket.objects, bucket.clock
+    remote = Remote(server)
+    found = remote.checkpoints() if what == "checkpoints" else [*remote.usage().checkpoints]
+    assert server.pushed
+    assert {each.name: each.damage is None for each in found} == {
+        "base": False,
+        "tiny": True,
+        "new": True,
+    }
 
 
 @pytest.mark.parametrize("lease", [0, 24])

@@ -1,16 +1,16 @@
 """List and measure the checkpoints on a remote, and delete their names."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
-from tensor_dedup.remote.catalog import catalog_of, noted_damage
+from tensor_dedup.remote.catalog import Catalog, catalog_of, noted_damage, rebuilt
 from tensor_dedup.remote.conditions import check_remote, check_still
-from tensor_dedup.remote.errors import UnknownRemoteNameError
+from tensor_dedup.remote.errors import UnknownRemoteNameError, UnlistedRemoteError
 from tensor_dedup.remote.inventory import AWAY, take_inventory
 from tensor_dedup.remote.manifests import (
     RemoteManifest,
@@ -78,12 +78,13 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
     steps are left out.
     """
     check_remote(bucket)
-    noted = _noted_damage(bucket)
+    noted = _NotedDamage(bucket)
 
     def describe(name: str) -> RemoteCheckpoint | None:
         try:
             found = read_manifest(bucket, name, read_ref(bucket, name))
-            return described(found, damage=noted(found))
+            noted.look(found)
+            return described(found)
         except UnknownRemoteNameError:
             return None
         except AWAY:
@@ -94,27 +95,45 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
     # One after the other: each reads its pages on several threads.
     wanted = list_refs(bucket, thorough=True) if only is None else only
     checkpoints_ = (name for name in wanted if marked_by(name) is None)
-    return [each for name in checkpoints_ if (each := describe(name)) is not None]
+    return noted.told([each for name in checkpoints_ if (each := describe(name)) is not None])
 
 
-def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
-    """Return what says which damage is noted to the pieces of a checkpoint."""
-    if not noted_damage(bucket):
-        return lambda _: None
-    catalog = catalog_of(bucket)
+class _NotedDamage:
+    """What the catalog notes as damaged of the checkpoints that `look` was called with."""
 
-    def damage(found: RemoteManifest) -> str | None:
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._catalog = catalog_of(bucket) if noted_damage(bucket) else None
+        # By name: the pieces that are not listed, and how many the checkpoint has.
+        self._lost: dict[str, tuple[set[bytes], int]] = {}
+
+    def look(self, found: RemoteManifest) -> None:
+        """Look for the pieces of a checkpoint in the catalog."""
+        if self._catalog is None:
+            return
         pieces = {piece.digest for piece in found.pieces if piece.nbytes}
-        lost = sum(not catalog.holders(digest) for digest in pieces)
-        what = f"{lost} of {len(pieces)} pieces are in containers that were found damaged or lost"
+        if lost := {digest for digest in pieces if not self._catalog.holders(digest)}:
+            self._lost[found.name] = lost, len(pieces)
+
+    def told(self, found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+        """Return the descriptions, with the damage that is noted to their pieces."""
+        if not self._lost:
+            return [*found]
+        now = self._catalog
+        with suppress(UnlistedRemoteError):
+            # What was pushed since is in no catalog read before, and a catalog does not list what
+            # can be read, but not relied on. The tables have both.
+            now = rebuilt(self._bucket, relied_on=False)
+        return [replace(each, damage=each.damage or self._text(each.name, now)) for each in found]
+
+    def _text(self, name: str, catalog: Catalog | None) -> str | None:
+        pieces, count = self._lost.get(name, (set[bytes](), 0))
+        lost = sum(catalog is None or not catalog.holders(digest) for digest in pieces)
+        what = f"{lost} of {count} pieces are in containers that were found damaged or lost"
         return what if lost else None
 
-    return damage
 
-
-def described(
-    found: RemoteManifest, unique_bytes: int | None = None, damage: str | None = None
-) -> RemoteCheckpoint:
+def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteCheckpoint:
     """Return the description of the checkpoint `found`, whose manifest was read."""
     return RemoteCheckpoint(
         found.name,
@@ -123,7 +142,6 @@ def described(
         len(found.content.files),
         found.content.nbytes,
         unique_bytes,
-        damage,
     )
 
 
@@ -174,7 +192,7 @@ def _delete_name(bucket: Bucket, name: str) -> None:
 def usage(bucket: Bucket) -> RemoteUsage:
     """Measure the space that a remote and its checkpoints take, from manifests and tables alone."""
     check_remote(bucket)
-    found, noted = take_inventory(bucket), _noted_damage(bucket)
+    found, noted = take_inventory(bucket), _NotedDamage(bucket)
     live = found.live()
     need = needed(live, readable(found.records()))
     kept = [record for c in need.containers for record in found.tables[c].records]
@@ -195,8 +213,10 @@ def usage(bucket: Bucket) -> RemoteUsage:
         name, is_run = next(iter(owners))
         if is_run and len(owners) == 1:
             of_runs[name] += stored.get(digest, 0)
-    whole = (each for each in found.manifests if marked_by(each.name) is None)
-    checkpoints_ = [described(each, unique[each.name], noted(each)) for each in whole]
+    whole = [each for each in found.manifests if marked_by(each.name) is None]
+    for each in whole:
+        noted.look(each)
+    checkpoints_ = noted.told([described(each, unique[each.name]) for each in whole])
     checkpoints_ += [
         RemoteCheckpoint(name, damage=fault.what)
         for fault in found.problems
