@@ -281,6 +281,60 @@ def rank(number: int, port: int, ranks: int, root: str) -> None:
     dist.destroy_process_group()
 
 
+def late_rank(number: int, port: int, root: str, step: int | None) -> None:
+    """Of two ranks, the second looks up the step to load after another one was saved."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=number, world_size=2)
+
+    class Reader(StoreReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            if number:
+                dist.barrier()
+                return super().read_metadata(*args, **kwargs)
+            found = super().read_metadata(*args, **kwargs)
+            save_ones(Path(root), step=1 if step is None else step)
+            dist.barrier()
+            return found
+
+    state = {"w": torch.full((3,), 2.0)}
+    with pytest.raises(CheckpointException, match="ranks have found different content"):
+        loader.load(state, checkpoint_id=step, storage_reader=Reader(root, "run"))
+    assert state["w"].tolist() == [2.0] * 3
+    loader.load(state, storage_reader=StoreReader(root, "run"))
+    assert state["w"].tolist() == [1.0] * 3
+    dist.destroy_process_group()
+
+
+def save_ones(root: Path, step: int) -> None:
+    writer = StoreWriter(root, "run")
+    saver.save({"w": torch.ones(3)}, checkpoint_id=step, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("step", [None, 0], ids=["latest", "replaced"])
+def test_ranks_that_find_different_steps_load_none(tmp_path: Path, step: int | None) -> None:
+    writer, port = StoreWriter(tmp_path, "run"), free_port()
+    saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
+    with ThreadPoolExecutor(2) as pool:
+        children = [
+            pool.submit(fresh.call_forked, late_rank, n, port, str(tmp_path), step)
+            for n in range(2)
+        ]
+    for child in children:
+        child.result()
+
+
+def test_a_step_that_is_replaced_during_a_load_is_not_loaded(tmp_path: Path) -> None:
+    class Reader(StoreReader):
+        def prepare_global_plan(self, plans: Any) -> Any:
+            save_ones(tmp_path, 0)
+            return super().prepare_global_plan(plans)
+
+    saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=StoreWriter(tmp_path, "run"))
+    state = {"w": torch.full((3,), 2.0)}
+    with pytest.raises(CheckpointException, match="run@0 was saved again while it was loaded"):
+        loader.load(state, checkpoint_id=0, storage_reader=Reader(tmp_path, "run"))
+    assert state["w"].tolist() == [2.0] * 3
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -18,6 +18,7 @@ metadata, as JSON and not as a pickle.
 import json
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from io import BytesIO
 from typing import Any, Final, Literal
 
@@ -44,6 +45,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.errors import AdvisedError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import BadStepError, UnknownStepError
@@ -264,11 +266,22 @@ def _resolved(item: WriteItem, planner: SavePlanner) -> tuple[str, torch.Tensor 
     return _tensor_name(item.index, shard=item.type is WriteItemType.SHARD), data.detach()
 
 
+class ChangedStepError(AdvisedError):
+    """A step was saved while a load began, so parts of two steps would be loaded.
+
+    The load has failed on all ranks. Some of the tensors to be loaded may have new values already.
+    """
+
+    advice = "give `checkpoint_id`, or load again with a new StoreReader, while no step is saved"
+
+
 class StoreReader(StorageReader):
     """A DCP storage reader for steps that `StoreWriter` has saved, on any number of ranks.
 
     `checkpoint_id` is the number of the step. Without it, the first load reads the latest step, and
-    each later load reads the same step as the load before. Every byte that is read is verified.
+    each later load reads the same step as the load before. Every byte that is read is verified. All
+    ranks load the same content, or none: if a step is saved while they look it up, they may find
+    different ones, and the load fails with a ChangedStepError.
     """
 
     def __init__(self, root: StrPath, run_id: str) -> None:
@@ -281,6 +294,7 @@ class StoreReader(StorageReader):
         super().__init__()
         self._run = CheckpointStore(root, run_id)
         self._step: int | None = None
+        self._manifest = ""
         self._shards: dict[str, bool] = {}
 
     def reset(self, checkpoint_id: "StrPath | int | None" = None) -> None:
@@ -306,6 +320,7 @@ class StoreReader(StorageReader):
             what = f"the run {self._run.run_id!r} has no step"
             raise UnknownStepError.at(self._run.store.path, what)
         with self._open() as checkpoint:
+            self._manifest = checkpoint.manifest
             names = {tensor.name for tensor in checkpoint}
             if _METADATA not in names:
                 raise UnsupportedError(
@@ -320,17 +335,25 @@ class StoreReader(StorageReader):
         """Do nothing, because the store is already open."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+        """Note in the plan which step this rank has found."""
+        return replace(plan, storage_data=(self._step, self._manifest))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Check that all ranks have found the same step. DCP calls this on the coordinator.
+
+        Raises:
+            ChangedStepError: They have not.
+        """
+        if len(found := {plan.storage_data for plan in plans}) > 1:
+            steps = ", ".join(sorted({str(step) for step, _ in found}))
+            raise self._changed(f"ranks have found different content for the step to load: {steps}")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items in the plan into the tensors that `planner` provides for them.
 
         Raises:
+            ChangedStepError: The step was saved again since the metadata was read.
             CorruptTensorError: The store has no intact copy of a tensor.
             MissingObjectError: The store has lost an object.
         """
@@ -338,6 +361,8 @@ class StoreReader(StorageReader):
         for item in plan.items:
             wanted[self._name(item)].append(item)
         with self._open() as checkpoint:
+            if checkpoint.manifest != self._manifest:
+                raise self._changed(f"{checkpoint.name} was saved again while it was loaded")
             for name, items in wanted.items():
                 _load_items(checkpoint, checkpoint[name], items, planner)
         done: Future[None] = Future()
@@ -352,6 +377,9 @@ class StoreReader(StorageReader):
     def _open(self) -> StoredCheckpoint:
         assert self._step is not None, "DCP reads the metadata before anything else"
         return self._run.store.checkpoint(step_name(self._run.run_id, self._step))
+
+    def _changed(self, what: str) -> ChangedStepError:
+        return ChangedStepError.at(self._run.store.path, what, run=self._run.run_id)
 
     def _name(self, item: ReadItem) -> str:
         index: MetadataIndex = item.storage_index
