@@ -7,6 +7,7 @@ them to `BackgroundEncoder`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeAlias
@@ -206,9 +207,9 @@ class CodecEncoding:
 
     def close(self) -> None:
         """Close what was opened for reading."""
-        self._sharing.close()
-        if self._pieces is not None:
-            self._pieces.close()
+        with closing(self._sharing):
+            if self._pieces is not None:
+                self._pieces.close()
 
 
 StepEncoding: TypeAlias = LeafEncoding | CodecEncoding
