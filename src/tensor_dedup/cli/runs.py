@@ -318,11 +318,13 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
         with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
             handle.drain()
             stranded = cast("list[int]", handle.stats()["stranded"])
-            there = handle.steps()
+            # A stranded step is on the second tier, too, if that has another version of it.
+            near = CheckpointStore(opened, run)
+            only_here = [s for s in stranded if handle.manifest(s) == near.manifest(s)]
+            there = [step for step in handle.steps() if step not in only_here]
     except NotAStoreError as error:
         what = "it holds other files, and no store; name a folder that is new or empty, or a store"
         raise WrongUse(f"{folder}: {what}") from error
-    there = [step for step in there if step not in stranded]
     document = {"run": run, "folder": folder, "steps": there, "stranded": stranded}
     line = f"{folder}: {counted(len(there), 'step')} of {run}"
     if stranded:

@@ -19,8 +19,8 @@ from store_runs.stores import alone, assert_same, handle, moving, open_store
 from tensor_dedup.cli import main
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, transfer
-from tensor_dedup.store.errors import NoSpaceError
-from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.errors import NoSpaceError, StoreIOError
+from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format.identity import Writer, writer_in, writer_text
 from tensor_dedup.store.steps.errors import DrainedRunError
 from tensor_dedup.training import CheckpointStore
@@ -31,6 +31,17 @@ from tensor_dedup.training.tiers.two_tiers import TwoTiers
 from training_runs.drains import pulled
 
 TURN = 1 << 20
+
+
+class Unreadable(RealFiles):
+    """A disk that cannot read the files with a name for a time."""
+
+    name = ""
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if mode == "read" and self.name and self.name in path.parts:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().open(path, mode)
 
 
 class Away(RealFiles):
@@ -255,6 +266,47 @@ def test_the_token_is_met_where_a_name_appears(tmp_path: Path, anywhere: Any) ->
     other.close()
 
 
+@pytest.mark.parametrize("act", ["delete", "prune", "unkeep", "keep"])
+def test_what_another_writer_writes_just_then_stays(tmp_path: Path, act: str) -> None:
+    """It becomes the writer, and saves the step, in the middle of a change on a remote."""
+    remote = Remote(MemoryBucket())
+    first = one(tmp_path, remote)
+    save(first, 0, 1)
+    if act == "unkeep":
+        first.keep(0)
+    first.drain()
+    first = one(tmp_path, remote, keep_last=1)
+    assert isinstance(first._tiers, TwoTiers)
+    second, taken = first._tiers.second, list[CheckpointStore]()
+    looks = {"unkeep": "check_mark", "keep": "place"}.get(act, "check_deletable")
+    look = getattr(second, looks)
+
+    def meanwhile(step: int) -> Any:
+        found = look(step)
+        if not taken:
+            taken.append(two(tmp_path, remote))
+            taken[0].unkeep(0)
+            save(taken[0], 0, plus=10)
+            if act == "unkeep":
+                taken[0].keep(0)
+            taken[0].close()
+        return found
+
+    setattr(second, looks, meanwhile)
+    acts: dict[str, Callable[[], object]] = {
+        "delete": lambda: first.delete(0),
+        "prune": first.prune,
+        "unkeep": lambda: first.unkeep(0),
+        "keep": lambda: first.keep(0),
+    }
+    with pytest.raises(RunTakenError):
+        acts[act]()
+    assert taken
+    left = read(tmp_path, remote)
+    assert (left.steps(), left.kept()) == ([0, 1], {0} if act == "unkeep" else set())
+    assert_same(left.load(0), moving(10))
+
+
 def test_a_waiting_save_is_told(tmp_path: Path, second: str) -> None:
     first = one(tmp_path, second, drain_backlog=1)
     save(first, 0)
@@ -461,6 +513,44 @@ def test_a_damaged_token_is_another_writer_s(
         assert "its damaged token does not name" in caplog.text
         assert stranded(run) == [1]
     run.close()
+
+
+@pytest.mark.parametrize("name", ["writers", "identity"])
+def test_a_second_tier_that_cannot_be_read_for_a_time_takes_no_run_away(
+    tmp_path: Path, name: str
+) -> None:
+    place = open_store(tmp_path / "second", disk := Unreadable())
+    run = one(tmp_path, place)
+    save(run, 0)
+    run.drain()
+    tier = (tmp_path / "second" / "identity").read_bytes()
+    disk.name = name
+    save(run, 1)
+    with pytest.raises(DrainError):
+        run.drain(timeout=30)
+    save(run, 2)
+    with pytest.raises(StoreIOError):
+        one(tmp_path, place)
+    disk.name = ""
+    run.close()
+    with one(tmp_path, place) as run:
+        assert stranded(run) == []
+    found = token(str(tmp_path / "second"))
+    assert found is not None
+    assert found.generation == 1
+    assert (tmp_path / "second" / "identity").read_bytes() == tier
+    assert alone(tmp_path).steps() == [0, 1, 2]
+
+
+def test_a_fast_tier_whose_identity_cannot_be_read_for_a_time_keeps_it(tmp_path: Path) -> None:
+    fast = open_store(tmp_path / "one", disk := Unreadable())
+    with CheckpointStore(fast, "run", drain=tmp_path / "second") as run:
+        save(run, 0)
+    before = (tmp_path / "one" / "identity").read_bytes()
+    disk.name = "identity"
+    with pytest.raises(StoreIOError):
+        CheckpointStore(fast, "run", drain=tmp_path / "second")
+    assert (tmp_path / "one" / "identity").read_bytes() == before
 
 
 def test_no_token_is_written_to_a_disk_that_is_not_the_right_one(
@@ -787,6 +877,7 @@ def test_the_shell_names_what_is_stranded(
     tmp_path: Path, second: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gone_on(tmp_path, second)
+    save(alone(tmp_path, "two"), 9)  # which the second tier has in no version
     words = ["runs", "drain", "run", second, "--store", str(tmp_path / "two")]
     for more in ([], ["--json"]):
         with pytest.raises(SystemExit) as ended:
@@ -794,10 +885,11 @@ def test_the_shell_names_what_is_stranded(
         assert ended.value.code == 0
         out = capsys.readouterr().out
         if more:
-            expected = {"run": "run", "folder": second, "steps": [0, 1, 2, 6]}
-            assert json.loads(out) == {**expected, "stranded": [3, 4, 5]}
+            expected = {"run": "run", "folder": second, "steps": [0, 1, 2, 3, 4, 5, 6]}
+            assert json.loads(out) == {**expected, "stranded": [3, 4, 5, 9]}
         else:
-            assert "3 steps (3, 4, 5)" in " ".join(out.split())
+            assert "7 steps of run" in (said := " ".join(out.split()))
+            assert "4 steps (3, 4, 5, 9)" in said
     assert_as_one_left_it(tmp_path, second)
 
 

@@ -4,7 +4,8 @@ A step is drained by a push and read by a pull. A remote has no locks. So change
 concern both tiers are protected by a lock on the fast tier (`drain.lock`), which saves do not use.
 This lock does not exclude other fast tiers, but only one fast tier at a time is the writer of a run
 (`writer`). Names are written conditionally: the write fails if another program has changed the
-name.
+name. So the token is read between the two: then no writer before can change what a later one has
+written.
 """
 
 import logging
@@ -329,12 +330,11 @@ class RemoteTier:
         if not self._is_kept_near(step):
             return False
         with self.naming():
-            check_writer()
             place = self.place(step)
             # A mark of an earlier state than this tier's is a mark of nothing that counts.
             if not self._is_kept_near(step) or place is None or place.manifest != manifest:
                 return False
-            self._mark(step, manifest)
+            self._mark(step, manifest, check_writer)
             return True
 
     def _is_kept_near(self, step: int) -> bool:
@@ -344,19 +344,19 @@ class RemoteTier:
     def keep(self, step: int, check_writer: Callable[[], None]) -> None:
         # docstring inherited
         with self.naming():
-            check_writer()
             place = self.place(step)
             if place is None or place.manifest is None:
                 raise UnknownStepError.of(self._fast.path, self._run, step)
-            self._mark(step, place.manifest)
+            self._mark(step, place.manifest, check_writer)
 
-    def _mark(self, step: int, manifest: str) -> None:
+    def _mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> None:
         """Let the mark lead to what the step leads to, in `naming`.
 
         No push is needed: all that it leads to is there, and in use.
         """
         self.check_mark(step)
-        refer(self._bucket, step_name(self._run, step, kept=True), manifest, lambda _: None)
+        mark = step_name(self._run, step, kept=True)
+        refer(self._bucket, mark, manifest, lambda _: check_writer())
 
     def check_mark(self, step: int) -> None:
         # docstring inherited
@@ -367,10 +367,11 @@ class RemoteTier:
             what = f"{name!r} keeps no step of the run {self._run!r}"
             raise NotATrainingError.at(self.where, what, name=name, run=self._run, step=step)
 
-    def unkeep(self, step: int) -> None:
+    def unkeep(self, step: int, check_writer: Callable[[], None]) -> None:
         # docstring inherited
         if self.is_kept(step):
-            refer(self._bucket, step_name(self._run, step, kept=True), None, lambda _: None)
+            mark = step_name(self._run, step, kept=True)
+            refer(self._bucket, mark, None, lambda _: check_writer())
 
     def check_deletable(self, step: int) -> None:
         # docstring inherited
@@ -383,11 +384,16 @@ class RemoteTier:
         if ref is not None and self._place_of(step, ref) is None:
             raise NotATrainingError.at(self.where, f"{name!r} is no step of this run", **facts)
 
-    def remove(self, step: int) -> bool:
+    def remove(self, step: int, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
         there: list[str | None] = []
+
+        def check(state: str | None) -> None:
+            check_writer()
+            there.append(state)
+
         # It says so also where nothing was: what a drain that was killed has sent may come yet.
-        refer(self._bucket, step_name(self._run, step), None, there.append)
+        refer(self._bucket, step_name(self._run, step), None, check)
         return any(there)
 
     def settle(self) -> None:

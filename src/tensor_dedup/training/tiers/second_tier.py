@@ -135,10 +135,11 @@ class SecondTier(Protocol):
     def is_kept(self, step: int) -> bool:
         """Return whether a step is kept on this tier."""
 
-    def remove(self, step: int) -> bool:
+    def remove(self, step: int, check_writer: Callable[[], None]) -> bool:
         """Remove a step durably; return whether this tier had it.
 
-        Call this method inside `with self.naming():`.
+        `check_writer` is called before the step disappears, as in `copy`. Call this method inside
+        `with self.naming():`.
         """
 
     def copy(
@@ -180,10 +181,11 @@ class SecondTier(Protocol):
             NotATrainingError: Another checkpoint has the name.
         """
 
-    def unkeep(self, step: int) -> None:
+    def unkeep(self, step: int, check_writer: Callable[[], None]) -> None:
         """Remove the mark of a step durably; do nothing if the step is not kept.
 
-        Call this method inside `with self.naming():`.
+        `check_writer` is called before the mark disappears, as in `copy`. Call this method inside
+        `with self.naming():`.
         """
 
     def settle(self) -> None:
@@ -222,13 +224,8 @@ class StoreTier:
     def writer(self) -> tuple[bytes, str] | None:
         # docstring inherited
         with self._second.handle.translated():
-            try:
-                text = self._objects.read(self._writer_path, TEXT_BYTES)
-            except MissingObjectError:
-                return None
-            except DamagedFileError:  # it is too large, or cannot be read
-                text = b""
-        return text, text.hex()
+            text = text_at(self._objects, self._writer_path)
+        return None if text is None else (text, text.hex())
 
     def put_writer(self, text: bytes, tag: str | None) -> bool:
         # docstring inherited
@@ -289,8 +286,9 @@ class StoreTier:
         with self._second.handle.locked():
             return step in kept_steps(self._objects, self._run)
 
-    def remove(self, step: int) -> bool:
+    def remove(self, step: int, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
+        check_writer()
         return unlink(self._objects, [file_of(step_name(self._run, step))])
 
     def copy(
@@ -383,8 +381,9 @@ class StoreTier:
         # docstring inherited
         check_mark(self._objects, self._run, step)
 
-    def unkeep(self, step: int) -> None:
+    def unkeep(self, step: int, check_writer: Callable[[], None]) -> None:
         # docstring inherited
+        check_writer()
         unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
 
     def settle(self) -> None:
@@ -409,10 +408,21 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
 
 
 def text_at(objects: Objects, path: Path) -> bytes | None:
-    """Return the content of a small text file, or None if it does not exist or cannot be read."""
-    with suppress(MissingObjectError, DamagedFileError):
+    """Return the content of a small text file, or None if it does not exist.
+
+    A file that is too large has no valid content, so the result is empty.
+
+    Raises:
+        OSError: The disk cannot read the file. That may pass, so the file does not count as lost.
+    """
+    try:
         return objects.read(path, TEXT_BYTES)
-    return None
+    except MissingObjectError:
+        return None
+    except DamagedFileError as error:
+        if isinstance(error.__cause__, OSError):
+            raise error.__cause__ from None
+        return b""
 
 
 def own_identity(store: LocalStore) -> str:

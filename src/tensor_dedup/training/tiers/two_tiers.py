@@ -229,9 +229,9 @@ class TwoTiers:
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
-        """Hold the lock under which a name goes from both; this is the writer of the right tier."""
+        """Hold the lock under which a name goes from both; the second tier is the right one."""
         with self.second.naming():
-            self.look_again()
+            self._bond.check()
             yield
 
     def _plan(self, there: TierContent) -> TierPlan:
@@ -391,7 +391,7 @@ class TwoTiers:
         Where the fast tier must have it as it was `near`, another state of it stays.
         """
         # The second one first: were it the last, a crash in between would leave an earlier state.
-        removed = self.second.remove(step)
+        removed = self.second.remove(step, self.check_writer)
         self._seen.places.pop(step, None)
         with self.fast.handle.locked(), self._objects.naming():
             if near is None or self._order.status(step) == near.reference:
@@ -446,7 +446,7 @@ class TwoTiers:
             self.second.check_mark(step)
             with self.fast.handle.locked():
                 check_mark(self._objects, self.run, step)
-            self.second.unkeep(step)
+            self.second.unkeep(step, self.check_writer)
             self._seen.kept.discard(step)
             with self.fast.handle.locked(), self._objects.naming():
                 unlink(self._objects, [file_of(step_name(self.run, step, kept=True))])
@@ -480,8 +480,8 @@ class TwoTiers:
         """
         self._bond.identify()
         with self.second.session():
-            self._token.renew()
             self.check_writer()
+            self._token.renew()
             there = self._seen = self.second.content()
             try:
                 with self.fast.handle.locked():
@@ -558,6 +558,7 @@ class TwoTiers:
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self.run, step))]
         with self._naming():
+            self.check_writer()
             there, kept = self.second.place(step), self.second.is_kept(step)
             with self.fast.handle.locked(), self._objects.naming():
                 if step in kept_steps(self._objects, self.run):

@@ -41,6 +41,7 @@ class WriterToken:
         self.previous: Writer | None = None
         # The writer that has the token, if that was seen to be another one.
         self.other: Writer | None = None
+        self._is_missing = False
         self._holder = own_identity(fast)
         where = f"{socket.gethostname()}:{fast.path}"
         for _ in range(_ATTEMPTS):
@@ -75,6 +76,7 @@ class WriterToken:
         token that is missing is nobody else's.
         """
         found = self._second.writer()
+        self._is_missing = found is None
         if found is None:
             self.other = None
             return True
@@ -86,6 +88,6 @@ class WriterToken:
         return True
 
     def renew(self) -> None:
-        """Write the token again if it is missing."""
-        if self._second.writer() is None:
+        """Write the token again if it was missing when it was read last."""
+        if self._is_missing:
             self._write(None)
