@@ -294,6 +294,21 @@ def test_a_step_stays_while_a_save_counts_on_it(tmp_path: Path, by: str) -> None
         assert run.steps() == [3]
 
 
+def test_the_steps_of_a_run_are_not_touched_by_a_step_of_another(tmp_path: Path) -> None:
+    run, other = handle(tmp_path), CheckpointStore(tmp_path, "other")
+    for step in range(3):
+        run.save(network(step), step)
+    run.keep(2)
+    ruled = handle(tmp_path, keep_last=1)
+    ruled.commit(other.snapshot(network(3), 2))
+    assert run.steps() == [0, 1, 2]
+    assert other.steps() == [2]
+    other.keep(2)
+    with pytest.raises(KeptStepError, match="step 2 of 'other' is kept"):
+        ruled.commit(other.snapshot(network(4), 2))
+    assert ruled.prune() == [0, 1]
+
+
 def test_a_handle_outlives_the_index(tmp_path: Path) -> None:
     run, model = handle(tmp_path), network(1)
     run.save(model, 0)

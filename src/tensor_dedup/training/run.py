@@ -406,8 +406,8 @@ class CheckpointStore:
         return self._saves.run(lambda: self._commit(snapshot))
 
     def _commit(self, snapshot: StepSource) -> Saved:
-        step = snapshot.notes.step
-        if not snapshot.new:  # before the work; it is looked at again after it
+        step, of_this_run = snapshot.notes.step, snapshot.notes.run == self.run_id
+        if of_this_run and not snapshot.new:  # before the work; it is looked at again after it
             self._tiers.check_replaceable(step)
         if self._drain is not None:
             self._drain.wait_for_room()
@@ -419,7 +419,7 @@ class CheckpointStore:
             saved = self._saver.commit(snapshot)
         snapshot.committed()  # before the step is drained, and others are let go of
         self._retention.warn(snapshot.notes)
-        if snapshot.notes.run != self.run_id:  # it is for that run to apply its rules
+        if not of_this_run:  # it is for that run to apply its rules
             return saved
         if self._drain is not None:  # which applies them to what is drained
             self._drain.add(step)
