@@ -640,6 +640,24 @@ def test_what_the_warning_says_puts_an_end_to_it(tmp_path: Path, second: str) ->
         assert_same(run.load(5), moving(15))
 
 
+def test_the_rules_hold_for_the_second_tier_s_version_of_a_stranded_step(
+    tmp_path: Path, second: str
+) -> None:
+    gone_on(tmp_path, second)
+    with two(tmp_path, second, keep_last=2) as run:
+        assert stranded(run) == [3, 4, 5]
+        save(run, 7)
+        run.drain()
+        assert (run.prune(), run.prune()) == ([], [])
+        assert stranded(run) == [3, 4, 5]
+        assert run.latest() == 7
+    assert read(tmp_path, second).steps() == [6, 7]
+    left = alone(tmp_path, "two")
+    assert left.steps() == [3, 4, 5, 7]
+    for step in (3, 4, 5):
+        assert_same(left.load(step), moving(step + 10))
+
+
 def test_a_fast_tier_goes_on_where_nobody_else_has(tmp_path: Path, second: str) -> None:
     with one(tmp_path, second) as run:
         save(run, 0, 1, 2)

@@ -541,7 +541,7 @@ class TwoTiers:
         return [step for step in left if not self.space.is_base(self.run, step)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
-        """Delete a step from both, unless it was kept or saved again."""
+        """Delete a step from both, unless it was kept or saved again; a stranded version stays."""
         with self._naming():
             now = self.second.place(step)
             if now is None or now.reference != place.reference:
@@ -554,6 +554,9 @@ class TwoTiers:
                 start = self._token.start
                 if near is None or not near.readable or is_drained(near, place, start):
                     self._remove(step, near)
+                elif is_stranded(near, place, start):
+                    self.second.remove(step, self.check_writer)
+                    self._seen.places.pop(step, None)
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self.run, step))]
