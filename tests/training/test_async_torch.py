@@ -224,6 +224,31 @@ def test_copies_from_a_device_are_waited_for_before_the_update() -> None:
     assert held(capture.snapshot()) == expected
 
 
+def test_memory_of_a_save_that_failed_is_used_again_when_the_device_has_written_to_it() -> None:
+    capture, device = staged({"large": torch.randn(200, 200), "small": torch.randn(9, 1)})
+    pool = capture._context.pool
+    capture.release()
+    assert [len(each.waiting) for each in device.begun] == [0]
+    pool.clear()
+    assert pool.allocated == 0
+
+
+def test_memory_to_which_a_broken_device_may_write_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: _SlowCopies) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(_SlowCopies, "hold", fail)
+    values = {"large": torch.randn(200, 200)}
+    pool = PageablePool(1 << 20)
+    context = CaptureContext(pool, [Slow()], set(), {})
+    capture = StepCapture(step_of(values), context)
+    capture.release()
+    pool.clear()
+    assert pool.allocated >= values["large"].nbytes
+
+
 def test_views_are_resolved_by_the_copies_of_a_device() -> None:
     plain = torch.randn(300, 200, dtype=torch.complex64)
     values = {"plain": plain, "conj": plain.conj(), "neg": plain.conj().imag}

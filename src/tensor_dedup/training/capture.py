@@ -26,6 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -522,7 +523,12 @@ class StepCapture:
         kept = self._context
         kept.committed()
         for copy in copied:
-            kept.pool.give(copy.block, page_locked=copy.page_locked)
+            # A device may still write to it if the save has failed. If it has failed itself, nobody
+            # knows for how long.
+            with suppress(RuntimeError):
+                for wait in copy.waits:
+                    wait()
+                kept.pool.give(copy.block, page_locked=copy.page_locked)
         # The handle, which made room, is not kept: whoever drops it may still hold the save.
         self._context = CaptureContext(kept.pool, kept.devices, kept.changing, {})
 
