@@ -242,8 +242,9 @@ def test_a_step_on_the_second_tier_alone_is_not_kept_by_an_earlier_writer(
     assert read(tmp_path, anywhere).kept() == set()
 
 
-def test_the_token_is_met_where_a_name_appears(tmp_path: Path, anywhere: Any) -> None:
-    """Another tier becomes the writer while a step is on its way."""
+@pytest.mark.parametrize("what", ["step", "mark"])
+def test_the_token_is_met_where_a_name_appears(tmp_path: Path, anywhere: Any, what: str) -> None:
+    """Another tier becomes the writer while a step, or the mark of one, is on its way."""
     first = one(tmp_path, anywhere)
     save(first, 0)
     first.drain()
@@ -257,12 +258,18 @@ def test_the_token_is_met_where_a_name_appears(tmp_path: Path, anywhere: Any) ->
             taken.append(two(tmp_path, anywhere))
         return found
 
+    if what == "mark":
+        alone(tmp_path, "one").keep(0)
     first._tiers.second.content = meanwhile  # type: ignore[method-assign]
-    save(first, 1)
+    if what == "mark":
+        first._tiers.on_keep(0)
+    else:
+        save(first, 1)
     with pytest.raises(RunTakenError):
         first.close()
     (other,) = taken
-    assert (read(tmp_path, anywhere).steps(), other.steps()) == ([0], [0])
+    left = read(tmp_path, anywhere)
+    assert (left.steps(), left.kept(), other.steps()) == ([0], set(), [0])
     other.close()
 
 
@@ -368,6 +375,29 @@ def test_a_second_tier_that_is_away_leaves_an_earlier_writer_replaced(tmp_path: 
 
 
 # Taking the token
+
+
+def test_a_handle_that_is_open_gives_places_of_the_generation_of_another(
+    tmp_path: Path, second: str
+) -> None:
+    """The other one of the same fast tier took the token back, and died before its first place."""
+    run = one(tmp_path, second)
+    save(run, 0)
+    run.drain()
+    own = token(second)
+    assert own is not None
+    text = writer_text("run", Writer(5, own.holder, own.where))
+    assert isinstance(run._tiers, TwoTiers)
+    tier = run._tiers.second
+    found = tier.writer()
+    assert found is not None
+    assert tier.put_writer(text, found[1])
+    save(run, 1)
+    run.drain()
+    save(run, 2)
+    run.close()
+    assert stranded(run) == [1]
+    assert read(tmp_path, second).steps() == [0, 2]
 
 
 def test_who_has_the_token_leaves_it_as_it_is(tmp_path: Path, anywhere: Any) -> None:
