@@ -369,9 +369,10 @@ class RemoteTier:
 
     def unkeep(self, step: int, check_writer: Callable[[], None]) -> None:
         # docstring inherited
-        if self.is_kept(step):
-            mark = step_name(self._run, step, kept=True)
-            refer(self._bucket, mark, None, lambda _: check_writer())
+        if not self.is_kept(step):
+            check_writer()
+            return
+        refer(self._bucket, step_name(self._run, step, kept=True), None, lambda _: check_writer())
 
     def check_deletable(self, step: int) -> None:
         # docstring inherited
@@ -394,6 +395,8 @@ class RemoteTier:
 
         # It says so also where nothing was: what a drain that was killed has sent may come yet.
         refer(self._bucket, step_name(self._run, step), None, check)
+        if not there:  # it says so already
+            check_writer()
         return any(there)
 
     def settle(self) -> None:

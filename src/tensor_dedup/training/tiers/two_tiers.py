@@ -426,7 +426,11 @@ class TwoTiers:
         """Keep a step on the tier from which it would be loaded.
 
         If that is the fast tier, the mark is copied to the second tier afterwards.
+
+        Raises:
+            RunTakenError: Another fast tier is the writer of the run.
         """
+        self.check_not_taken()
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self.fast.handle.locked():
             if counts(self._order.place(step), there, self._token.start):
