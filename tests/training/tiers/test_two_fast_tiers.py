@@ -673,7 +673,7 @@ def test_what_the_warning_says_puts_an_end_to_it(tmp_path: Path, second: str) ->
         assert_same(run.load(5), moving(15))
 
 
-def test_the_rules_hold_for_the_second_tier_s_version_of_a_stranded_step(
+def test_the_rules_delete_no_step_whose_number_a_stranded_version_has(
     tmp_path: Path, second: str
 ) -> None:
     gone_on(tmp_path, second)
@@ -681,13 +681,17 @@ def test_the_rules_hold_for_the_second_tier_s_version_of_a_stranded_step(
         assert stranded(run) == [3, 4, 5]
         save(run, 7)
         run.drain()
-        assert (run.prune(), run.prune()) == ([], [])
+        assert run.steps() == [3, 4, 5, 6, 7]
+        assert (run.prune(dry_run=True), run.prune()) == ([], [])
         assert stranded(run) == [3, 4, 5]
-        assert run.latest() == 7
-    assert read(tmp_path, second).steps() == [6, 7]
+        for step in (3, 4, 5):
+            assert_same(run.load(step), moving(step))
     left = alone(tmp_path, "two")
-    assert left.steps() == [3, 4, 5, 7]
-    for step in (3, 4, 5):
+    left.delete(4)
+    with two(tmp_path, second, keep_last=2) as run:
+        assert run.prune() == [4]
+        assert run.steps() == [3, 5, 6, 7]
+    for step in (3, 5):
         assert_same(left.load(step), moving(step + 10))
 
 

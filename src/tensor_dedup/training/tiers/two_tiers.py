@@ -532,9 +532,13 @@ class TwoTiers:
             _log.warning("%s: no drained step was let go of: %s", self.fast.path, str(error))
 
     def _dropped(self, plan: TierPlan) -> list[int]:
-        """The steps that no rule keeps, by what is in the second tier: that is what lasts."""
-        kept = {*plan.kept, *plan.there.kept}
-        return self._retention.unretained(plan.there.places, kept, self._metrics)
+        """The steps that no rule keeps, by what is in the second tier: that is what lasts.
+
+        A step stays while the fast tier has another version of it, which would take its place.
+        """
+        kept, others = {*plan.kept, *plan.there.kept}, {*plan.not_drained()}
+        found = self._retention.unretained(plan.there.places, kept, self._metrics)
+        return [step for step in found if step not in others]
 
     def _metrics(self) -> dict[int, dict[str, float]]:
         return {each.step: each.metrics for each in self.second.described()}
@@ -545,7 +549,7 @@ class TwoTiers:
         return [step for step in left if not self.space.is_base(self.run, step)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
-        """Delete a step from both, unless it was kept or saved again; a stranded version stays."""
+        """Delete a step from both, unless it was kept or saved again."""
         with self._naming():
             now = self.second.place(step)
             if now is None or now.reference != place.reference:
@@ -558,9 +562,6 @@ class TwoTiers:
                 start = self._token.start
                 if near is None or not near.readable or is_drained(near, place, start):
                     self._remove(step, near)
-                elif is_stranded(near, place, start):
-                    self.second.remove(step, self.check_writer)
-                    self._seen.places.pop(step, None)
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self.run, step))]
