@@ -310,7 +310,9 @@ def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: b
 def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
     """Copy the steps of RUN that a second store or a remote lacks. Nothing is deleted.
 
-    A folder is a store, or becomes one where it is empty or missing; a URL is a remote's.
+    A folder is a store, or becomes one where it is empty or missing; a URL is a remote's. The store
+    that is copied from becomes the run's writer there: a training elsewhere that copies its steps
+    to the same place ends with an error.
     """
     opened = existing(store)
     steps_of(opened, run)
@@ -326,12 +328,11 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
         what = "it holds other files, and no store; name a folder that is new or empty, or a store"
         raise WrongUse(f"{folder}: {what}") from error
     document = {"run": run, "folder": folder, "steps": there, "stranded": stranded}
-    line = f"{folder}: {counted(len(there), 'step')} of {run}"
+    lines = [f"{folder}: {counted(len(there), 'step')} of {run}"]
     if stranded:
-        numbers = ", ".join(map(str, stranded))
-        line += f"\nleft here, as {folder} has gone on without: {counted(len(stranded), 'step')}"
-        line += f" ({numbers})"
-    say(document, as_json, line)
+        numbers, many = ", ".join(map(str, stranded)), counted(len(stranded), "step")
+        lines += [f"left here, as {folder} has gone on without: {many} ({numbers})"]
+    say(document, as_json, *lines)
 
 
 @command.command()

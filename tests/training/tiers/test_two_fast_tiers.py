@@ -945,6 +945,7 @@ def test_the_shell_names_what_is_stranded(
         else:
             assert "7 steps of run" in (said := " ".join(out.split()))
             assert "4 steps (3, 4, 5, 9)" in said
+            assert any(line.startswith("left here, as") for line in out.splitlines())
     assert_as_one_left_it(tmp_path, second)
 
 
