@@ -247,7 +247,7 @@ class StoreTier:
     @contextmanager
     def naming(self) -> Iterator[None]:
         # docstring inherited
-        with self._second.handle.locked(), self._objects.naming():
+        with self._second.handle.naming():
             yield
 
     def content(self) -> TierContent:

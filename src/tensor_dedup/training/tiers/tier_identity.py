@@ -105,5 +105,5 @@ def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherT
 
 
 def _publish(fast: LocalStore, text: bytes, path: Path) -> None:
-    with fast.handle.locked(), fast.handle.objects.naming():
+    with fast.handle.naming():
         fast.handle.objects.publish(text, path)

@@ -393,7 +393,7 @@ class TwoTiers:
         # The second one first: were it the last, a crash in between would leave an earlier state.
         removed = self.second.remove(step, self.check_writer)
         self._seen.places.pop(step, None)
-        with self.fast.handle.locked(), self._objects.naming():
+        with self.fast.handle.naming():
             if near is None or self._order.status(step) == near.reference:
                 gone = unlink(self._objects, [file_of(step_name(self.run, step))])
                 self.space.released += gone
@@ -452,7 +452,7 @@ class TwoTiers:
                 check_mark(self._objects, self.run, step)
             self.second.unkeep(step, self.check_writer)
             self._seen.kept.discard(step)
-            with self.fast.handle.locked(), self._objects.naming():
+            with self.fast.handle.naming():
                 unlink(self._objects, [file_of(step_name(self.run, step, kept=True))])
 
     # What draining does
@@ -568,7 +568,7 @@ class TwoTiers:
         with self._naming():
             self.check_writer()
             there, kept = self.second.place(step), self.second.is_kept(step)
-            with self.fast.handle.locked(), self._objects.naming():
+            with self.fast.handle.naming():
                 if step in kept_steps(self._objects, self.run):
                     if not kept:
                         return  # the mark is still to be drained
