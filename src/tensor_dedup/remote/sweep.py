@@ -313,7 +313,8 @@ def _execute(
             for _ in bucket.each(delete, [key for key in doomed if (_order(key)[0] == 0) == first]):
                 pass
     except StoreError:
-        left = {key: since for key, since in condemned.items() if key in doomed.keys() - gone}
+        done = gone | late
+        left = {key: condemned[key] for key in doomed if key in condemned and key not in done}
         with suppress(StoreError):  # so that the next run need not take this one for one at work
             _leave(bucket, deletion, late, left, began)
         raise
@@ -347,8 +348,7 @@ def _leave(
         if boottime() - began > _DELETING_S:
             return None
         left = Deletion(deletion.since, sorted(late)) if late else None
-        waiting = {key: since for key, since in condemned.items() if key not in late}
-        trash = Trash({**waiting, **catalog.trash.condemned}, left)
+        trash = Trash({**condemned, **catalog.trash.condemned}, left)
         return CatalogChange(*with_more(catalog, ()), trash, catalog.damaged)
 
     with suppress(RemoteBusyError):  # the next gc does it
