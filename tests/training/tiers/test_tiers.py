@@ -3,8 +3,9 @@
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +198,18 @@ class SmallDisk(RealFiles):
         self.root, self.capacity = root, capacity
 
     def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
-        used = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
-        if used + len(data) > self.capacity:
+        if self.used() + len(data) > self.capacity:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
         super().pwrite(handle, data, offset)
+
+    def used(self) -> int:
+        """Bytes of the files; other threads remove some of them while they are counted."""
+        total = 0
+        for path in self.root.rglob("*"):
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                total += found.st_size if stat.S_ISREG(found.st_mode) else 0
+        return total
 
 
 def noise(seed: int) -> Model:
