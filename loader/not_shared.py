@@ -6,7 +6,7 @@ A *final tensor* is a weight as the engine uses it. A *source tensor* is a tenso
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,6 +105,7 @@ class LoadLedger:
         self.bytes_materialised = 0
         self.leaf_shared_bytes = 0
         self.collisions = 0
+        self._planned_sources: Sequence[LoadedSource] = ()
 
     def add(
         self,
@@ -134,6 +135,13 @@ class LoadLedger:
         if not shared if made is None else made:
             self.bytes_materialised += nbytes
         final.sources.update((id(source), source) for source in sources)
+
+    def share_sources(self, sources: Sequence[LoadedSource]) -> None:
+        """Record that only shared final tensors use `sources`, without saying which.
+
+        A load that follows a load plan does not learn which tensor is made of which.
+        """
+        self._planned_sources = sources
 
     def note_leaves(self, nbytes: int) -> None:
         """Record that `nbytes` bytes of a new tensor are mapped from parts of older shared tensors.
@@ -206,4 +214,5 @@ class LoadLedger:
         private = {
             key for final in self.finals.values() if not final.is_shared for key in final.sources
         }
-        return [source for key, source in used.items() if key not in private]
+        shared = [source for key, source in used.items() if key not in private]
+        return [*shared, *self._planned_sources]

@@ -30,13 +30,15 @@ class ModelMemory:
 
     Its methods give each final tensor memory in the model, and record in the ledger whether the
     memory is shared. `own` has the residents and layer records that this load has made. A tensor
-    that uses one of these does not count as shared.
+    that uses one of these does not count as shared. `residents` has the resident of each parameter
+    that is a mapping of one, by name.
     """
 
     evaluator: Evaluator
     provider: ResidentProvider
     ledger: LoadLedger
     own: WeakSet[object] = field(default_factory=WeakSet)
+    residents: dict[str, AnyResident] = field(default_factory=dict)
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)  # private, by id of the storage
 
     def install(
@@ -54,7 +56,22 @@ class ModelMemory:
             return
         if made:
             self.own.add(resident)
+        self.use(each, resident, tensor, made=made)
+
+    def use(
+        self,
+        each: DeferredParameter,
+        resident: AnyResident,
+        tensor: torch.Tensor,
+        *,
+        made: bool = False,
+    ) -> None:
+        """Give the parameter `each` the memory of `tensor`, which is a mapping of `resident`.
+
+        `made` says that this load built the resident for this parameter.
+        """
         self._place(each, tensor)
+        self.residents[each.name] = resident
         self.enter(each.name, each.nbytes, resident, made=made, sources=each.sources)
 
     def keep_private(

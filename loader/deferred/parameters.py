@@ -30,6 +30,8 @@ class DeferredParameter:
     - `sources` has, after tracing, the source tensors from which the bytes are computed.
     - `installed` is True once the parameter has real memory.
     - `private` is a reason not to share the parameter, or None.
+    - `planned` is True if a load plan says what becomes of the parameter. It is not traced then, and
+      has no `view` and no `sources`.
     """
 
     name: str
@@ -37,6 +39,7 @@ class DeferredParameter:
     view: View | None = None
     installed: bool = False
     private: str | None = None
+    planned: bool = False
     sources: list[SourceTensor] = field(default_factory=list)
 
     @property
@@ -121,16 +124,17 @@ def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: T
 
 def settle_strays(
     model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
-) -> None:
+) -> bool:
     """Give real, private memory to the deferred tensors of `model` that are not parameters.
 
     These are buffers and other attributes of modules. `evaluate` returns the content of a view as a
-    tensor.
+    tensor. Returns whether there were any.
 
     Raises:
         UntraceableError: A module has a deferred tensor inside a list or another container, where
             it cannot be replaced.
     """
+    settled = False
     for name, module in model.named_modules():
         for held, items in (
             (module._buffers, list(module._buffers.items())),
@@ -141,8 +145,10 @@ def settle_strays(
                     view = tracer.view(value)
                     if view is not None:
                         held[key] = evaluate(view).clone()
+                        settled = True
                 elif any(tracer.find(each) is not None for each in _inside(value)):
                     raise UntraceableError(f"{name}.{key} keeps checkpoint tensors in a container")
+    return settled
 
 
 # What every module has: parameters, buffers and modules, looked at by themselves, flags and hooks.

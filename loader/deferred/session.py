@@ -163,14 +163,13 @@ class LoadSession:
         whose content was computed already, pass the content as `made`. The caller must still give
         `made` back with `give_back`.
         """
-        if made is None:
+        parameters = [each for each in parameters if not each.installed]
+        if made is None and parameters:
             self.lookup.find(parameters)
         unread: list[tuple[DeferredParameter, UnreadTensor]] = []
         awaited: set[str] = set()
         missed: list[DeferredParameter] = []
         for each in parameters:
-            if each.installed:
-                continue
             reason = self.plan.reason(each)
             if reason is not None:
                 content = None if made is None else made.tensor

@@ -43,6 +43,8 @@ class SharingPlan:
     def reason(self, each: DeferredParameter) -> str | None:
         """Return why the final tensor `each` stays private, or None if it is shared."""
         view = each.view
+        if each.planned:
+            return None
         if view is None:
             return NotShared.NOT_DEFERRED
         if not view.is_whole() or id(view.storage) in self.aliased:

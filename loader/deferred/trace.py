@@ -75,6 +75,7 @@ class Tracer:
 
     - `evaluate` computes a deferred tensor as a real CPU tensor, for operations that need its data.
     - `data_reads` names the operations that needed data.
+    - `wrote_memory` is True if an operation wrote to a real tensor.
     - Deferred parameters are on the "meta" device. If loading code asks for a new tensor on that
       device (`device="meta"`), the tensor is created on `device` instead.
     """
@@ -85,6 +86,7 @@ class Tracer:
         self._evaluating = False
         self._storages: dict[int, VirtualStorage] = {}
         self.data_reads: list[str] = []
+        self.wrote_memory = False
 
     def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a new deferred tensor that stands for `source`, which is not read.
@@ -220,6 +222,7 @@ class Tracer:
         target, value = args[0], args[1]
         storage = self.find(target)
         if storage is None:
+            self.wrote_memory = True
             if self.find(value) is None:
                 return func(*args, **kwargs)
             _refuse_foreign(target)
@@ -276,6 +279,7 @@ class Tracer:
     ) -> Any:
         """Write into a real tensor, now and with real data."""
         _refuse_foreign(target)
+        self.wrote_memory = True
         keep = lambda t: t if t is target else self._real(t)  # noqa: E731
         return func(*_map(args, keep), **{k: _map(v, keep) for k, v in kwargs.items()})
 
@@ -358,6 +362,8 @@ class _Dispatch:
             return self._tracer.copy(func, args, kwargs)
         if _has_deferred(self._tracer, args, kwargs):
             return self._tracer.run(func, kind, args, kwargs)
+        if kind is Op.MUTATE or kind is Op.REFUSED:
+            self._tracer.wrote_memory = True
         return func(*args, **self._tracer.on_real_device(kwargs))
 
 

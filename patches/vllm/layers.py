@@ -181,6 +181,7 @@ class LayerProcessor:
 
     def _plainly(self, original: Original, layer: nn.Module, parameters: Deferred) -> None:
         """Process as vLLM does, then share by content, which saves memory but no reading."""
+        self.context.all_keyed = False
         waiting = {name: each for name, each in parameters.items() if not each.installed}
         if not waiting:
             original(layer)

@@ -67,6 +67,8 @@ from tensor_dedup.store.store import LocalStore
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
+    from tensor_dedup.patches.vllm.planned import Weights
+
 _Loaded: TypeAlias = tuple[nn.Module, ModelReport]
 _log = logging.getLogger(__name__)
 
@@ -463,9 +465,16 @@ class TensorDedupLoader(ReadingLoader):
                 device,
                 create=lambda: versions.create_model(self, vllm_config, model_config, prefix),
                 load_weights=lambda model: self._weights_told(model, model_config),
+                weights=self._plannable_weights(model_config),
             )
             self._largest = run.largest()
             return loaded
+
+    def _plannable_weights(self, model_config: ModelConfig) -> Weights | None:
+        """Return what yields the checkpoint's tensors, if nothing else decides what is loaded."""
+        if self._inner is not None or self._format not in load_formats.DEFAULT:
+            return None
+        return lambda model: self.get_all_weights(model_config, model)
 
     def _weights_told(self, model: nn.Module, model_config: ModelConfig) -> bool:
         """Run the model's own loading code; return whether it reported which weights it loaded."""

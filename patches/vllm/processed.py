@@ -54,6 +54,9 @@ class LayerContext:
     * `packed` is True if weights may be packed on a CPU.
     * `updated` is True if weights may be written in place later (`weight_transfer_config`).
     * `process` describes the state of this process, which is a part of all layer keys.
+    * `records` maps the `id` of a layer to the record that it uses: from the start, if a load plan
+      says so, otherwise once the layer was processed.
+    * `all_keyed` is False if a layer was processed without a layer key.
     """
 
     session: LoadSession
@@ -63,6 +66,8 @@ class LayerContext:
     on_gpu: bool = False
     updated: bool = False
     process: str = field(default_factory=process_text)
+    records: dict[int, LayerRecord] = field(default_factory=dict)
+    all_keyed: bool = True
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
         """Return the deferred parameters of `layer` itself, without submodules, by name."""
@@ -173,6 +178,10 @@ class KeyedLayer(ABC):
 
     def share_by_key(self) -> None:
         """Reuse the processed form of a layer with the same key, or process this layer."""
+        planned = self.context.records.get(id(self.layer))
+        if planned is not None:
+            self.reuse(planned, self.form_of(planned), {})
+            return
         made = self.compute_unknown()
         key = self.context.key(self.layer, self.deferred)
         found = registry.lookup_record(key.digest)
@@ -186,6 +195,9 @@ class KeyedLayer(ABC):
             self.reuse(record, form, made)
         for each in made.values():
             self.context.session.give_back(each)
+        used = registry.lookup_record(key.digest)
+        if isinstance(used, LayerRecord):
+            self.context.records[id(self.layer)] = used
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the layer's tensors and return them by name, or {} if all digests are known.

@@ -30,6 +30,7 @@ from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
+from tensor_dedup.loader.deferred.load_plan import PLANS
 from tensor_dedup.loader.deferred.parameters import (
     DeferredParameter,
     conclude,
@@ -46,6 +47,7 @@ from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
@@ -54,6 +56,7 @@ from tensor_dedup.patches.vllm.post_load import (
     QuantisedWhileLoadedError,
     eplb_parameters,
 )
+from tensor_dedup.patches.vllm.planned import LoadInputs, Planning
 from tensor_dedup.patches.vllm.processed import LayerContext
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 from tensor_dedup.text_table import BETWEEN_PROCESSES, BY_LEAF
@@ -68,8 +71,10 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile
     from tensor_dedup.loader.cuda.shared import SharedGpu
+    from tensor_dedup.loader.deferred.load_plan import HeldPlan, LoadPlan
     from tensor_dedup.loader.deferred.storage import View
     from tensor_dedup.loader.residents.provider import ResidentProvider
+    from tensor_dedup.patches.vllm.planned import Named, Weights
 
 
 _PROCESS = "process_weights_after_loading"
@@ -89,12 +94,14 @@ def load(
     *,
     create: Callable[[], nn.Module],
     load_weights: Callable[[nn.Module], bool],
+    weights: Weights | None = None,
 ) -> tuple[nn.Module, ModelReport]:
     """Load a model onto `device`, share its tensors, and return the model and a report.
 
     `run` is the state of this load. `create` builds the module tree. `load_weights` runs the
-    model's own loading code, and returns whether that code has reported which weights it loaded. If
-    the load fails, `vllm_config` may have changed.
+    model's own loading code, and returns whether that code has reported which weights it loaded.
+    `weights` returns the iterator of the checkpoint's tensors that the loading code gets, or is
+    None if a load plan must not be used or made. If the load fails, `vllm_config` may have changed.
 
     Raises:
         UnsupportedError: The model must be loaded without sharing.
@@ -104,18 +111,22 @@ def load(
         AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
     model = run.build(create, device)
-    told = run.trace(model, load_weights, updated=vllm_config.weight_transfer_config is not None)
-    if told and not is_draft(vllm_config, model_config):
-        run.require_filled(model_config.model)
+    planned = weights is not None and run.follow_plan(model, vllm_config, model_config, weights)
+    if not planned:
+        updated = vllm_config.weight_transfer_config is not None
+        told = run.trace(model, load_weights, updated=updated)
+        if told and not is_draft(vllm_config, model_config):
+            run.require_filled(model_config.model)
     began = time.perf_counter()
-    run.bring_the_rest(model)
-    run.find_residents(model)
-    run.share_outside_layers(model)
+    if not planned:
+        run.bring_the_rest(model)
+        run.find_residents(model)
+        run.share_outside_layers(model)
     with run.retied(model, model_config), run.layers_taken_over(model):
         run.share_constant_layers(model)
         loader_utils.process_weights_after_loading(model, model_config, device)
     run.share_left_over(model)
-    run.finish()
+    run.finish(model)
     report = run.report(vllm_config.parallel_config.rank)
     waited = report.seconds["read"] + report.seconds["hash"]
     report.seconds["process"] = max(0.0, time.perf_counter() - began - waited)
@@ -163,14 +174,19 @@ class LoadRun:
         self._opening = opening
         self._frozen = frozen
         self._files: list[SourceFile] = []
+        self._opened_ahead: dict[str, SourceFile] = {}
         self._sources: list[SourceTensor] = []
+        self._named: list[Named] = []  # what the loading code got, in order
+        self._planning: Planning | None = None
+        self._plan: LoadPlan | None = None
+        self._held: HeldPlan | None = None
         self._deferred: dict[int, DeferredParameter] = {}
         self._without_memory: set[int] = set()
         self._without_content: set[int] = set()
         self._processor: LayerProcessor | None = None
         self._name = name
         self._known = False
-        self._packed = False
+        self._packed = config.cpu_weights != "plain" and not self.session.provider.plain
 
     def __enter__(self) -> Self:
         return self
@@ -200,6 +216,63 @@ class LoadRun:
         with device, parameters_on_host(device, self.uninitialised), self.uninitialised.watching():
             return create()
 
+    def follow_plan(
+        self,
+        model: nn.Module,
+        vllm_config: VllmConfig,
+        model_config: ModelConfig,
+        weights: Weights,
+    ) -> bool:
+        """Do what the plan of an equal load says, instead of tracing; return whether there is one.
+
+        `weights(model)` is vLLM's iterator of the checkpoint's tensors. If there is no plan, the
+        model is as it was, and this load may make a plan.
+        """
+        if self._gpu is not None or self._frozen is not None:
+            return False
+        began = time.perf_counter()
+        inputs = LoadInputs(self._config, vllm_config, model_config)
+        self._planning = Planning.of(inputs, model)
+        if self._planning is None:
+            return False
+        found = self._planning.find(model, weights, self._named_ahead)
+        if found is None:
+            return False
+        held, named = found
+        provider = self.session.provider
+        try:  # all of them before the first is used
+            tensors = {name: provider.map(each) for name, each in held.residents.items()}
+        except SharedMemoryError:
+            return False  # met again, and said, on the ordinary way
+        for name, parameter in model.named_parameters():
+            each = DeferredParameter(name, parameter, planned=True)
+            self._deferred[id(parameter)] = each
+            if name in tensors:
+                self.session.memory.use(each, held.residents[name], tensors[name])
+        layers = dict(model.named_modules())
+        self._processor = LayerProcessor(
+            LayerContext(
+                self.session,
+                self._deferred,
+                self._packed,
+                self._model_dtype,
+                records={id(layers[name]): record for name, record in held.records.items()},
+            )
+        )
+        self._planning, self._plan, self._held = None, held.plan, held
+        self._opened_ahead.clear()
+        self._sources = list({id(source): source for _, source, _ in named}.values())
+        self.session.ledger.share_sources([named[place][1] for place in held.plan.sources])
+        self._known = True
+        self.plan_seconds = time.perf_counter() - began
+        return True
+
+    def _named_ahead(self, paths: list[str], wanted: Callable[[str], bool]) -> Iterator[Named]:
+        """Open files as `open_files` does, which need not open them again."""
+        for path in paths:
+            file = self._opened_ahead[path] = self._open(Path(path))
+            yield from (each for each in file.named() if wanted(each[0]))
+
     def trace(
         self, model: nn.Module, load_weights: Callable[[nn.Module], bool], *, updated: bool
     ) -> bool:
@@ -220,8 +293,12 @@ class LoadRun:
         began = time.perf_counter()
         try:
             self.defer(model)
+            if self._planning is not None:
+                self._planning.before_loading(model)
             with weight_iterators.deferring(self.open_files), self.tracer.recording():
                 told = load_weights(model)
+            if self._planning is not None:
+                self._planning.after_loading(model)
             self.conclude(model, updated=updated)
         except _TRACING_ERRORS as error:
             # A checkpoint that does not fit the model fails again, plainly, with vLLM's own words.
@@ -245,7 +322,8 @@ class LoadRun:
         Raises:
             UntraceableError: A file cannot be read here, although vLLM may be able to.
         """
-        files = [self._open(Path(path)) for path in paths]
+        ahead = self._opened_ahead
+        files = [ahead.pop(path, None) or self._open(Path(path)) for path in paths]
         if self._frozen is not None:
             with self.tracer.own_work():
                 self._frozen.choose(files)
@@ -260,6 +338,7 @@ class LoadRun:
                 if id(source) not in deferred:
                     self._sources.append(source)
                     deferred[id(source)] = self.tracer.source(source, _dtype(source))
+                self._named.append((name, source, placed))
                 whole = deferred[id(source)]
                 yield name, whole if placed is None else within(whole, placed)
 
@@ -285,11 +364,14 @@ class LoadRun:
         """
         session = self.session
         conclude(model, self._deferred, self.tracer)
-        settle_strays(
+        strays = settle_strays(
             model,
             self.tracer,
             lambda view: session.provider.private(session.evaluator.value(view)),
         )
+        if self._planning is not None:
+            self._planning.expect(model, self._deferred)
+            self._planning.ruled_out |= strays
         for parameter in eplb_parameters(model):
             if (each := self._deferred.get(id(parameter))) is not None:
                 each.private = NotShared.EPLB
@@ -297,7 +379,6 @@ class LoadRun:
         session.expect(parameters)
         shareable = [p for p in parameters if p.sources and session.plan.reason(p) is None]
         self._known = bool(shareable) and all(p.known for p in shareable)
-        self._packed = self._config.cpu_weights != "plain" and not session.provider.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
             LayerContext(session, self._deferred, self._packed, self._model_dtype, on_gpu, updated)
@@ -414,6 +495,9 @@ class LoadRun:
         for name, parameter in model.named_parameters():
             if parameter.is_meta and id(parameter) not in self._without_memory:
                 raise UntraceableError(f"{name} was left without content")
+        for each in self._deferred.values():
+            if each.planned and not each.installed:
+                raise UntraceableError(f"{each.name} was left without content by a load plan")
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
@@ -462,16 +546,19 @@ class LoadRun:
         """Return whether the values are equal, compared as vLLM does."""
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
-    def finish(self) -> None:
+    def finish(self, model: nn.Module) -> None:
         """Check that no file has changed, and store the computed digests for later loads.
+
+        A load whose parameters all became shared leaves a plan, for as long as `model` lives.
 
         Raises:
             ChangedFileError: A file has changed since it was opened.
             UntraceableError: The model's code still holds a deferred tensor, which has no data.
         """
+        self._make_plan(model)
         self._deferred.clear()
         self.session.ahead.close()
-        self._processor = None
+        self._processor = self._held = None
         if self.tracer.held():
             gc.collect()
         if self.tracer.held():
@@ -480,6 +567,18 @@ class LoadRun:
             file.check_unchanged()
         for file in self._read_files():
             file.remember()
+        if self._plan is not None:
+            PLANS.keep(model, self._plan)
+
+    def _make_plan(self, model: nn.Module) -> None:
+        planning, processor, session = self._planning, self._processor, self.session
+        if planning is None or processor is None or not processor.context.all_keyed:
+            return
+        traced = self.tracer
+        if traced.data_reads or traced.wrote_memory or session.ledger.skipped:
+            return
+        residents, records = session.memory.residents, processor.context.records
+        self._plan = planning.outcome(model, residents, records, self._named)
 
     def _read_files(self) -> list[SourceFile]:
         return [*self._files, *(self._frozen.files if self._frozen is not None else ())]

@@ -1,0 +1,319 @@
+"""Load plans: what the load of a whole model led to, found again by one key.
+
+A load runs the model's loading code over deferred tensors, derives a recipe for each parameter and
+a key for each layer, and looks each of them up. A *load plan* has the outcome, if every parameter
+became shared: the resident of each parameter, and the record of each layer. A later load of the
+same checkpoint into the same model uses the plan and does none of this.
+
+A plan, like a layer key, is a memo of a pure function. Its key has two parts:
+
+- The *head* describes the model as it was built: the configuration, the process, and the tree of
+  modules with their attributes, parameters and code.
+- The *contents* are the names of the checkpoint's tensors in the order in which they are loaded,
+  with their dtypes, shapes and digests.
+
+What cannot be described gets no plan. Neither does a model whose loading code does more than fill
+parameters (`ModuleStates`), for a plan does not repeat that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import weakref
+from array import array
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+from blake3 import blake3
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.deferred.layer_key import class_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensor_dedup.loader.checkpoint_io.sources import Placed, SourceTensor
+    from tensor_dedup.loader.deferred.layer_records import LayerRecord
+    from tensor_dedup.loader.residents.resident import Resident
+
+_CONTEXT: Final = "tensor-dedup load plan v1"
+_PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_BY_TEXT: Final = (torch.dtype, torch.device, torch.layout, PurePath)
+_MOST_LEVELS: Final = 24
+
+
+class UndescribedError(UnsupportedError):
+    """A configuration has an object in it that cannot be described."""
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class LoadPlan:
+    """The outcome of one load, all of whose parameters became shared. Immutable.
+
+    - `head` and `key` are the digests of the head alone, and of head and contents.
+    - `residents` maps the names of parameters to the residents that they are mappings of.
+    - `records` maps the names of layers to the layer records that they use.
+    - `sources` has the positions, in the order of loading, of the source tensors that were used.
+    - `code` keeps the classes and functions alive that the head names by `id`.
+
+    Residents and records are referred to weakly.
+    """
+
+    head: str
+    key: str
+    residents: dict[str, weakref.ref[Resident]]
+    records: dict[str, weakref.ref[LayerRecord]]
+    sources: array[int]
+    code: tuple[object, ...]
+
+    def held(self) -> HeldPlan | None:
+        """Return the plan with strong references, or None if a part of it no longer exists."""
+        residents = {name: found for name, ref in self.residents.items() if (found := ref())}
+        records = {name: found for name, ref in self.records.items() if (found := ref())}
+        if len(residents) < len(self.residents) or len(records) < len(self.records):
+            return None
+        forms = [each.opaque() for each in records.values() if each.opaque is not None]
+        return None if None in forms else HeldPlan(self, residents, records, forms)
+
+
+@dataclass(eq=False, slots=True)
+class HeldPlan:
+    """A load plan whose residents, records and packed weights (`forms`) are kept alive."""
+
+    plan: LoadPlan
+    residents: dict[str, Resident]
+    records: dict[str, LayerRecord]
+    forms: list[object]
+
+
+class LoadPlans:
+    """The load plans of this process. For threads that hold the load lock.
+
+    A plan lives as long as a model that was loaded with it or from which it was made.
+    """
+
+    def __init__(self) -> None:
+        self._plans: WeakValueDictionary[str, LoadPlan] = WeakValueDictionary()
+        self._models: WeakKeyDictionary[nn.Module, LoadPlan] = WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def has_head(self, head: str) -> bool:
+        """Return whether there is a plan with this `head`."""
+        return any(plan.head == head for plan in list(self._plans.values()))
+
+    def find(self, key: str) -> HeldPlan | None:
+        """Return the plan with this `key`, or None if there is none or a part of it is gone."""
+        plan = self._plans.get(key)
+        return None if plan is None else plan.held()
+
+    def keep(self, model: nn.Module, plan: LoadPlan) -> None:
+        """Let `plan` be found, instead of an earlier one with its key, while `model` lives."""
+        self._plans[plan.key] = plan
+        self._models[model] = plan
+
+
+PLANS: Final = LoadPlans()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The first part of a plan's key: its digest, and the objects that it names by `id`."""
+
+    digest: str
+    code: tuple[object, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, *inputs: object) -> Head:
+        """Return the head for `model`, just built, and for what else its load depends on.
+
+        Raises:
+            UndescribedError: One of `inputs` cannot be described.
+        """
+        text, code = _tree(model)
+        every = f"{[described(each) for each in inputs]!r}\n{text}"
+        return cls(_hash(every), code)
+
+    def with_contents(
+        self, sources: Iterable[tuple[str, SourceTensor, Placed | None]]
+    ) -> str | None:
+        """Return the key for these named source tensors in this order.
+
+        The result is None if a digest is not known.
+        """
+        lines = [self.digest]
+        for name, source, placed in sources:
+            if source.digest is None:
+                return None
+            spec = source.spec
+            lines.append(f"{name!r} {spec.dtype} {spec.shape} {source.digest}")
+            if placed is not None:
+                lines.append(repr(placed))
+        return _hash("\n".join(lines))
+
+
+def _hash(text: str) -> str:
+    data = text.encode("utf-8", "surrogatepass")
+    return blake3(data, derive_key_context=_CONTEXT).hexdigest()
+
+
+def described(value: object, levels: int = _MOST_LEVELS) -> Any:
+    """Return `value`, a configuration, as nested lists and dicts of plain values.
+
+    Raises:
+        UndescribedError: `value` has an object in it that is neither plain, nor a container, nor
+            itself a configuration.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, enum.Enum):
+        return [class_name(kind), value.name]
+    if isinstance(value, _BY_TEXT):
+        return [class_name(kind), str(value)]
+    if levels > 0:
+        if isinstance(value, (list, tuple)):
+            return [described(item, levels - 1) for item in value]
+        if isinstance(value, (set, frozenset)):
+            return sorted(repr(described(item, levels - 1)) for item in value)
+        if isinstance(value, Mapping):
+            return [[described(k, 1), described(v, levels - 1)] for k, v in value.items()]
+        if not isinstance(value, type) and (
+            dataclasses.is_dataclass(value) or hasattr(value, "to_diff_dict")
+        ):
+            return [class_name(kind), described(_fields(value), levels - 1)]
+    raise UndescribedError(f"a {class_name(kind)} in a configuration cannot be described")
+
+
+def _fields(value: Any) -> dict[str, object]:
+    """Return all attributes of a configuration, whether they were declared or not."""
+    if hasattr(value, "__dict__"):
+        return vars(value)
+    return {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
+
+
+def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
+    """Describe all modules of a model, and return the objects that are described by `id`."""
+    code: dict[int, object] = {}
+    numbers: dict[int, int] = {}
+
+    def known(thing: object) -> int:
+        code[id(thing)] = thing
+        return id(thing)
+
+    lines = []
+    for name, module in model.named_modules():
+        kind, own = type(module), vars(module)
+        helpers = [
+            (known(type(helper)), _plain_items(vars(helper)))
+            for key in ("quant_method", "scheme")
+            if (helper := own.get(key)) is not None and hasattr(helper, "__dict__")
+        ]
+        parameters = [
+            (
+                key,
+                numbers.setdefault(id(each), len(numbers)),
+                known(type(each)),
+                each.dtype,
+                tuple(each.shape),
+                each.stride(),
+                known(_function(getattr(each, "weight_loader", None))),
+            )
+            for key, each in own["_parameters"].items()
+            if each is not None
+        ]
+        buffers = [
+            (key, each.dtype, tuple(each.shape))
+            for key, each in own["_buffers"].items()
+            if each is not None
+        ]
+        loads = known(getattr(kind, "load_weights", None))
+        lines.append(
+            f"{name} {known(kind)} {loads} {_plain_items(own)} {helpers} {parameters} {buffers}"
+        )
+    return "\n".join(lines), tuple(code.values())
+
+
+def _plain_items(attributes: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(key, value) for key, value in attributes.items() if type(value) in _PLAIN]
+
+
+def _function(method: object) -> object:
+    """Return the function of a bound method: each layer binds its own."""
+    return getattr(method, "__func__", method)
+
+
+class ModuleStates:
+    """What the modules of a model held at one moment, to see whether loading code changed it.
+
+    That is every attribute of every module, what lists, dicts and objects among them hold, and the
+    attributes of parameters. The contents of tensors are not compared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._before = _states(model)
+
+    def unchanged(self, model: nn.Module) -> bool:
+        """Return whether the modules of `model` hold what they held then."""
+        now = _states(model)
+        return len(now) == len(self._before) and all(
+            a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b)
+            for a, b in zip(self._before, now, strict=True)
+        )
+
+
+def _states(model: nn.Module) -> list[object]:
+    found: list[object] = []
+    seen: set[int] = set()
+
+    def enter(attributes: Mapping[Any, object]) -> None:
+        for key, value in attributes.items():
+            found.append(key)
+            found.append(value)
+            if type(value) not in _PLAIN and id(value) not in seen:
+                inside(value)
+
+    def inside(value: object) -> None:
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            for pair in value.items():
+                found.extend(pair)
+        elif isinstance(value, (list, tuple, set)):
+            found.extend(value)
+        elif not isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)):
+            for pair in getattr(value, "__dict__", {}).items():
+                found.extend(pair)
+
+    for module in model.modules():
+        found.append(module)
+        enter(vars(module))
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.__dict__:
+                enter(parameter.__dict__)
+    return found
+
+
+def plan_of(
+    head: Head,
+    key: str,
+    residents: Mapping[str, Resident],
+    records: Mapping[str, LayerRecord],
+    sources: Sequence[int],
+) -> LoadPlan:
+    """Return the plan of a load that ended with these residents and layer records."""
+    return LoadPlan(
+        head.digest,
+        key,
+        {name: weakref.ref(each) for name, each in residents.items()},
+        {name: weakref.ref(each) for name, each in records.items()},
+        array("L", sources),
+        head.code,
+    )
