@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.layer_records import LayerRecord
     from tensor_dedup.loader.residents.resident import Resident
 
+_T = TypeVar("_T")
 _CONTEXT: Final = "tensor-dedup load plan v1"
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _BY_TEXT: Final = (torch.dtype, torch.device, torch.layout, PurePath)
@@ -75,12 +77,17 @@ class LoadPlan:
 
     def held(self) -> HeldPlan | None:
         """Return the plan with strong references, or None if a part of it no longer exists."""
-        residents = {name: found for name, ref in self.residents.items() if (found := ref())}
-        records = {name: found for name, ref in self.records.items() if (found := ref())}
-        if len(residents) < len(self.residents) or len(records) < len(self.records):
+        residents = _alive(self.residents)
+        records = _alive(self.records)
+        if residents is None or records is None:
             return None
         forms = [each.opaque() for each in records.values() if each.opaque is not None]
         return None if None in forms else HeldPlan(self, residents, records, forms)
+
+
+def _alive(refs: Mapping[str, weakref.ref[_T]]) -> dict[str, _T] | None:
+    found = {name: each for name, ref in refs.items() if (each := ref()) is not None}
+    return found if len(found) == len(refs) else None
 
 
 @dataclass(eq=False, slots=True)
@@ -196,7 +203,7 @@ def described(value: object, levels: int = _MOST_LEVELS) -> Any:
 def _fields(value: Any) -> dict[str, object]:
     """Return all attributes of a configuration, whether they were declared or not."""
     if hasattr(value, "__dict__"):
-        return vars(value)
+        return dict(vars(value))
     return {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
 
 
@@ -271,34 +278,33 @@ class ModuleStates:
 
 
 def _states(model: nn.Module) -> list[object]:
+    """List what the modules of a model hold, each object once, in an order that is always the same.
+
+    What an object holds is listed where it is first met.
+    """
     found: list[object] = []
     seen: set[int] = set()
-
-    def enter(attributes: Mapping[Any, object]) -> None:
-        for key, value in attributes.items():
-            found.append(key)
-            found.append(value)
-            if type(value) not in _PLAIN and id(value) not in seen:
-                inside(value)
-
-    def inside(value: object) -> None:
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            for pair in value.items():
-                found.extend(pair)
-        elif isinstance(value, (list, tuple, set)):
-            found.extend(value)
-        elif not isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)):
-            for pair in getattr(value, "__dict__", {}).items():
-                found.extend(pair)
-
     for module in model.modules():
         found.append(module)
-        enter(vars(module))
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.__dict__:
-                enter(parameter.__dict__)
+        attributes = [vars(module)]
+        attributes += [p.__dict__ for p in module._parameters.values() if p is not None]
+        for key, value in itertools.chain.from_iterable(each.items() for each in attributes):
+            found += (key, value)
+            if type(value) not in _PLAIN and id(value) not in seen:
+                seen.add(id(value))
+                found += _held_by(value)
     return found
+
+
+def _held_by(value: object) -> Iterable[object]:
+    """Return what a container holds, or the attributes of an object that is no tensor or module."""
+    if isinstance(value, Mapping):
+        return itertools.chain.from_iterable(value.items())
+    if isinstance(value, (list, tuple, set)):
+        return value
+    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)):
+        return ()
+    return itertools.chain.from_iterable(getattr(value, "__dict__", {}).items())
 
 
 def plan_of(

@@ -30,8 +30,8 @@ class DeferredParameter:
     - `sources` has, after tracing, the source tensors from which the bytes are computed.
     - `installed` is True once the parameter has real memory.
     - `private` is a reason not to share the parameter, or None.
-    - `planned` is True if a load plan says what becomes of the parameter. It is not traced then, and
-      has no `view` and no `sources`.
+    - `planned` is True if a load plan says what becomes of the parameter. The parameter is not
+      traced then, and has no `view` and no `sources`.
     """
 
     name: str

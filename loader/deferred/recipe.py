@@ -241,6 +241,14 @@ def sources_of(view: View) -> list[SourceTensor]:
     return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
 
 
+def uses_initial(view: View) -> bool:
+    """Return whether the bytes of `view` depend on what a constructor left in a parameter."""
+    return any(
+        storage.kind is ExpressionKind.PARAMETER and needs_base(storage, version)
+        for storage, version in _reach(view)
+    )
+
+
 def reason_to_keep_private(view: View) -> str | None:
     """Return why other models must not share the bytes of `view`, or None if they may."""
     for storage, version in _reach(view):

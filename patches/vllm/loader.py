@@ -12,7 +12,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -154,6 +155,7 @@ class TensorDedupLoader(ReadingLoader):
         self.checkout = stored_in(mine)
         self._folders: dict[str, str] = {}  # where vLLM found a model's weights
         self._paths: dict[str, list[str]] = {}  # and which files they are
+        self._prepared: dict[str, tuple[Any, ...]] | None = None  # what a load has found so far
         self._largest: tuple[str, ...] = ()  # of what was loaded: digests
         self._with_base: str | None = None  # the model that takes layers from a base
         self._frozen: FrozenLayers | None = None  # what it took when nothing was deferred
@@ -248,10 +250,15 @@ class TensorDedupLoader(ReadingLoader):
         fall_back_to_pt: bool,
         allow_patterns_overrides: list[str] | None,
     ) -> tuple[Any, ...]:
-        """Find the files as vLLM does, and record the folder, also of a model downloaded now."""
-        found: tuple[Any, ...] = super()._prepare_weights(
-            model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides
-        )
+        """Find the files as vLLM does, and record the folder, also of a model downloaded now.
+
+        Within one load, files that were found are not looked for again: a hub would be asked twice.
+        """
+        how = (model_name_or_path, subfolder, revision, fall_back_to_pt, allow_patterns_overrides)
+        before = self._prepared or {}
+        found: tuple[Any, ...] = before.get(repr(how)) or super()._prepare_weights(*how)
+        if self._prepared is not None:
+            self._prepared[repr(how)] = found
         if subfolder is None:
             self._folders[model_name_or_path] = found[0]
             self._paths[model_name_or_path] = list(found[1])
@@ -457,6 +464,7 @@ class TensorDedupLoader(ReadingLoader):
                 FrozenLayers(self.dedup, trust=trust_hints) if self._with_base else None,
             ) as run,
             set_default_torch_dtype(dtype),
+            self._finding_once(),
         ):
             loaded = load(
                 run,
@@ -469,6 +477,15 @@ class TensorDedupLoader(ReadingLoader):
             )
             self._largest = run.largest()
             return loaded
+
+    @contextmanager
+    def _finding_once(self) -> Iterator[None]:
+        """Context manager: while it is active, files that were found are not looked for again."""
+        self._prepared = {}
+        try:
+            yield
+        finally:
+            self._prepared = None
 
     def _plannable_weights(self, model_config: ModelConfig) -> Weights | None:
         """Return what yields the checkpoint's tensors, if nothing else decides what is loaded."""

@@ -28,6 +28,7 @@ from tensor_dedup.loader.deferred.load_plan import (
     described,
     plan_of,
 )
+from tensor_dedup.loader.deferred.recipe import uses_initial
 from tensor_dedup.loader.residents.resident import Resident
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.kernels import dispatch
@@ -61,7 +62,7 @@ class LoadInputs:
     model_config: ModelConfig
 
     def plannable(self, model: nn.Module) -> bool:
-        """Return whether a load of `model` into host memory, by the default loader, may have a plan.
+        """Return whether a load of `model` may have a plan, if it is into host memory.
 
         It may not if other memory than the checkpoint's decides what is loaded, if weights are
         written after the load, or if every tensor is to be compared.
@@ -190,7 +191,9 @@ class Planning:
         """Note the parameters that a plan must account for, after tracing."""
         self._wanted = {each.name: each for each in deferred.values()}
         self.ruled_out |= any(id(each) not in deferred for each in model.parameters())
-        self.ruled_out |= any(each.view is None for each in deferred.values())
+        views = [each.view for each in deferred.values()]
+        # What a constructor leaves need not be the same in every model.
+        self.ruled_out |= any(view is None or uses_initial(view) for view in views)
 
     def outcome(
         self,

@@ -52,11 +52,11 @@ from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.load_formats import is_draft
+from tensor_dedup.patches.vllm.planned import LoadInputs, Planning
 from tensor_dedup.patches.vllm.post_load import (
     QuantisedWhileLoadedError,
     eplb_parameters,
 )
-from tensor_dedup.patches.vllm.planned import LoadInputs, Planning
 from tensor_dedup.patches.vllm.processed import LayerContext
 from tensor_dedup.patches.vllm.versions import untied_lm_head
 from tensor_dedup.text_table import BETWEEN_PROCESSES, BY_LEAF
@@ -323,7 +323,7 @@ class LoadRun:
             UntraceableError: A file cannot be read here, although vLLM may be able to.
         """
         ahead = self._opened_ahead
-        files = [ahead.pop(path, None) or self._open(Path(path)) for path in paths]
+        files = [ahead.pop(p) if p in ahead else self._open(Path(p)) for p in paths]
         if self._frozen is not None:
             with self.tracer.own_work():
                 self._frozen.choose(files)
