@@ -49,6 +49,9 @@ _CONTEXT: Final = "tensor-dedup load plan v1"
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _BY_TEXT: Final = (torch.dtype, torch.device, torch.layout, PurePath)
 _MOST_LEVELS: Final = 24
+# An attribute of modules that loads do not read, and that modules which several models share, such
+# as vLLM's rotary embeddings, have from the model before.
+_TRAINING: Final = "training"
 
 
 class UndescribedError(UnsupportedError):
@@ -250,7 +253,11 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
 
 
 def _plain_items(attributes: Mapping[str, object]) -> list[tuple[str, object]]:
-    return [(key, value) for key, value in attributes.items() if type(value) in _PLAIN]
+    return [
+        (key, value)
+        for key, value in attributes.items()
+        if type(value) in _PLAIN and key != _TRAINING
+    ]
 
 
 def _function(method: object) -> object:

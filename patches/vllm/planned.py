@@ -45,11 +45,17 @@ Named = tuple[str, "SourceTensor", "Placed | None"]
 Weights = Callable[[nn.Module], Iterable[tuple[str, torch.Tensor]]]
 OpenNamed = Callable[[list[str], Callable[[str], bool]], Iterator[Named]]
 
-# Of the configuration: a number drawn for each engine, and the layers of the model, which the head
-# describes by themselves.
+# Of the configuration: a number drawn for each engine; the layers of the model, which the head
+# describes by themselves; and how often each operation was built, which is less where a module is
+# an earlier model's.
 _EXEMPT = {
     "": ("instance_id",),
-    "compilation_config": ("static_forward_context", "static_all_moe_layers"),
+    "compilation_config": (
+        "static_forward_context",
+        "static_all_moe_layers",
+        "enabled_custom_ops",
+        "disabled_custom_ops",
+    ),
 }
 
 
@@ -133,7 +139,8 @@ class Planning:
     configuration: list[Any]
     ruled_out: bool = False
     _states: ModuleStates | None = None
-    _wanted: dict[str, DeferredParameter] = field(default_factory=dict)
+    _wanted: list[str] = field(default_factory=list)  # names of parameters
+    _used: set[int] = field(default_factory=set)  # source tensors, by `id`
 
     @classmethod
     def of(cls, inputs: LoadInputs, model: nn.Module) -> Planning | None:
@@ -189,7 +196,9 @@ class Planning:
 
     def expect(self, model: nn.Module, deferred: dict[int, DeferredParameter]) -> None:
         """Note the parameters that a plan must account for, after tracing."""
-        self._wanted = {each.name: each for each in deferred.values()}
+        # Not the parameters themselves, whose deferred tensors must be gone when the load ends.
+        self._wanted = [each.name for each in deferred.values()]
+        self._used = {id(source) for each in deferred.values() for source in each.sources}
         self.ruled_out |= any(id(each) not in deferred for each in model.parameters())
         views = [each.view for each in deferred.values()]
         # What a constructor leaves need not be the same in every model.
@@ -218,6 +227,5 @@ class Planning:
         key = self.head.with_contents(sources)
         if key is None:
             return None
-        used = {id(source) for each in self._wanted.values() for source in each.sources}
-        places = [n for n, (_, source, _) in enumerate(sources) if id(source) in used]
+        places = [n for n, (_, source, _) in enumerate(sources) if id(source) in self._used]
         return plan_of(self.head, key, residents, records, places)

@@ -32,6 +32,8 @@ _ONE_LAYER = {
     "mixtral": "model.layers.2.block_sparse_moe.experts.",
     "gpt_oss": "model.layers.2.mlp.experts.",
 }
+# What loading does more than a plan repeats: it asks for values, or leaves something private.
+_UNPLANNED = {"?"}
 # How much more than a plain load one of ours may read beside the checkpoint (hints, /proc): far
 # less than any checkpoint here has.
 _BESIDE_BYTES = 100_000
@@ -74,6 +76,24 @@ def pair(arch: str, root: Path, result: pair_run.Result) -> checkpoints.Pair:
 def test_there_are_at_least_24() -> None:
     assert len(checkpoints.ARCHITECTURES) >= 24
     assert set(checkpoints.ARCHITECTURES) >= _SHORT
+
+
+def test_the_same_model_again_follows_the_plan_of_the_first(
+    arch: str, result: pair_run.Result
+) -> None:
+    assert result.planned == (arch not in _UNPLANNED)
+    assert result.again.equal_outputs
+    assert result.differing == []
+    if result.planned:
+        report, before = result.again.report, result.loads[-1].report
+        assert result.again.shared
+        assert all(result.again.shared.values())
+        assert result.again.data_bytes == report.bytes_read == report.private_bytes == 0
+        assert report.known
+        assert report.shared_bytes == report.total_bytes == before.total_bytes
+        assert report.tensors_total == report.tensors_shared == before.tensors_total
+        assert report.source_tensors_total == before.source_tensors_total
+        assert report.checkpoint_bytes == before.checkpoint_bytes
 
 
 def test_outputs_equal_those_of_plain_vllm(result: pair_run.Result) -> None:

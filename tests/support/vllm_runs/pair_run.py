@@ -26,7 +26,7 @@ from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from tensor_dedup.loader.deferred import evaluate, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
-from vllm_runs import engines, plain
+from vllm_runs import engines, plain, planned
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -57,13 +57,18 @@ class Load(msgspec.Struct):
 
 class Result(msgspec.Struct):
     """One architecture. `assembled`: by name of each parameter, does plain vLLM assemble the same
-    for both? `unseen`: what a plain load read beside the checkpoint."""
+    for both? `unseen`: what a plain load read beside the checkpoint. `again`: a load of the model
+    that is there, `planned`: did it follow a plan, and `differing`: the modules that hold something
+    else than those of the model that was there."""
 
     assembled: dict[str, bool]
     different_outputs: bool
     left_alive: int
     unseen: int
     loads: list[Load]
+    again: Load
+    planned: bool
+    differing: list[str]
 
 
 def run(arch: str, root: Path) -> Result:
@@ -92,8 +97,11 @@ def run(arch: str, root: Path) -> Result:
         del llm
         gc.collect()
     assert before is not None
-    engines.drop(before)
-    del before
+    with planned.counted() as followed:
+        llm, again = _load(pair.fine_tune, before, expected[pair.fine_tune], pooling)
+    differing = planned.differing(plain.model(llm), plain.model(before))
+    engines.drop(before, llm)
+    del before, llm
     gc.collect()
     same = engines.equal(held[pair.base], held[pair.fine_tune])
     return Result(
@@ -102,6 +110,9 @@ def run(arch: str, root: Path) -> Result:
         left_alive=len(registry.residents()) + len(registry.records()),
         unseen=unseen,
         loads=loads,
+        again=again,
+        planned=bool(followed),
+        differing=differing,
     )
 
 
