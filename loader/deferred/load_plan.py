@@ -10,7 +10,7 @@ A plan, like a layer key, is a memo of a pure function. Its key has two parts:
 - The *head* describes the model as it was built: the configuration, the process, and the tree of
   modules with their attributes, parameters and code.
 - The *contents* are the names of the checkpoint's tensors in the order in which they are loaded,
-  with their dtypes, shapes and digests.
+  with their dtypes and shapes, and with the digests of all that are used.
 
 What cannot be described gets no plan. Neither does a model whose loading code does more than fill
 parameters (`ModuleStates`), for a plan does not repeat that.
@@ -152,17 +152,14 @@ class Head:
         every = f"{[described(each) for each in inputs]!r}\n{text}"
         return cls(_hash(every), code)
 
-    def with_contents(
-        self, sources: Iterable[tuple[str, SourceTensor, Placed | None]]
-    ) -> str | None:
+    def with_contents(self, sources: Iterable[tuple[str, SourceTensor, Placed | None]]) -> str:
         """Return the key for these named source tensors in this order.
 
-        The result is None if a digest is not known.
+        Source tensors without a digest are named without one. A plan is made only when those that
+        were used have theirs, so such a tensor of a plan is one that nothing follows from.
         """
         lines = [self.digest]
         for name, source, placed in sources:
-            if source.digest is None:
-                return None
             spec = source.spec
             lines.append(f"{name!r} {spec.dtype} {spec.shape} {source.digest}")
             if placed is not None:

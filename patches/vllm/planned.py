@@ -176,8 +176,7 @@ class Planning:
                     return None  # of an iterator that we know nothing of
         except (TensorDedupError, OSError, RuntimeError):
             return None  # met again on the ordinary way, which says it
-        key = self.head.with_contents(found)
-        held = None if key is None else PLANS.find(key)
+        held = PLANS.find(self.head.with_contents(found))
         return None if held is None else (held, found)
 
     def before_loading(self, model: nn.Module) -> None:
@@ -222,10 +221,9 @@ class Planning:
         for name in self._wanted:
             self.ruled_out |= name not in residents and name.rpartition(".")[0] not in records
         self.ruled_out |= any(not isinstance(each, Resident) for each in residents.values())
+        places = [n for n, (_, source, _) in enumerate(sources) if id(source) in self._used]
+        self.ruled_out |= any(sources[place][1].digest is None for place in places)
         if self.ruled_out:
             return None
         key = self.head.with_contents(sources)
-        if key is None:
-            return None
-        places = [n for n, (_, source, _) in enumerate(sources) if id(source) in self._used]
         return plan_of(self.head, key, residents, records, places)
