@@ -20,10 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import FunctionType
@@ -48,6 +47,9 @@ _T = TypeVar("_T")
 _CONTEXT: Final = "tensor-dedup load plan v1"
 _PLAIN: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _BY_TEXT: Final = (torch.dtype, torch.device, torch.layout, PurePath)
+_CONTAINERS: Final = (dict, list, tuple, set, frozenset)
+# Modules are listed by themselves, and what a class or function holds is the same for all models.
+_NOT_EXPANDED: Final = (nn.Module, type, FunctionType)
 _MOST_LEVELS: Final = 24
 # An attribute of modules that loads do not read, and that modules which several models share, such
 # as vLLM's rotary embeddings, have from the model before.
@@ -233,6 +235,7 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
                 tuple(each.shape),
                 each.stride(),
                 known(_function(getattr(each, "weight_loader", None))),
+                _plain_items(each.__dict__),
             )
             for key, each in own["_parameters"].items()
             if each is not None
@@ -265,8 +268,9 @@ def _function(method: object) -> object:
 class ModuleStates:
     """What the modules of a model held at one moment, to see whether loading code changed it.
 
-    That is every attribute of every module, what lists, dicts and objects among them hold, and the
-    attributes of parameters. The contents of tensors are not compared.
+    That is every attribute of every module, what containers and objects among them hold, the
+    attributes of parameters, and the memory of other tensors. What parameters contain is not
+    compared, nor what an object holds that is itself an attribute of an object.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -274,10 +278,11 @@ class ModuleStates:
 
     def unchanged(self, model: nn.Module) -> bool:
         """Return whether the modules of `model` hold what they held then."""
-        now = _states(model)
-        return len(now) == len(self._before) and all(
-            a is b or (type(a) in _PLAIN and type(a) is type(b) and a == b)
-            for a, b in zip(self._before, now, strict=True)
+        before, now = self._before, _states(model)
+        return len(now) == len(before) and all(
+            type(a) in _PLAIN and type(a) is type(b) and a == b
+            for a, b in zip(before, now, strict=True)
+            if a is not b
         )
 
 
@@ -290,25 +295,46 @@ def _states(model: nn.Module) -> list[object]:
     seen: set[int] = set()
     for module in model.modules():
         found.append(module)
-        attributes = [vars(module)]
-        attributes += [p.__dict__ for p in module._parameters.values() if p is not None]
-        for key, value in itertools.chain.from_iterable(each.items() for each in attributes):
-            found += (key, value)
-            if type(value) not in _PLAIN and id(value) not in seen:
-                seen.add(id(value))
-                found += _held_by(value)
+        _list_held(vars(module), found, seen)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                _list_held(parameter.__dict__, found, seen)
     return found
 
 
-def _held_by(value: object) -> Iterable[object]:
-    """Return what a container holds, or the attributes of an object that is no tensor or module."""
-    if isinstance(value, Mapping):
-        return itertools.chain.from_iterable(value.items())
-    if isinstance(value, (list, tuple, set)):
-        return value
-    if isinstance(value, (nn.Module, torch.Tensor, type, FunctionType)):
-        return ()
-    return itertools.chain.from_iterable(getattr(value, "__dict__", {}).items())
+def _list_held(
+    held: Mapping[Any, object] | Collection[object],
+    found: list[object],
+    seen: set[int],
+    *,
+    by_object: bool = False,
+) -> None:
+    """Add what `held` holds to `found`, and what the containers and objects in it hold in turn.
+
+    `held` are the members of a container, or the attributes of an object or module. `by_object`
+    says that an object holds it: then the attributes of objects in it are not added.
+    """
+    found += held
+    values = held.values() if isinstance(held, Mapping) else held
+    found += values
+    for value in values:
+        if type(value) in _PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            if value:
+                _list_held(value, found, seen, by_object=by_object)
+        elif isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter):
+                found += _memory(value)
+        elif not by_object and not isinstance(value, _NOT_EXPANDED):
+            _list_held(getattr(value, "__dict__", {}), found, seen, by_object=True)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written or gets other memory."""
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.untyped_storage().data_ptr(), version
 
 
 def plan_of(

@@ -12,16 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 import tensor_dedup
 from models import tiny_checkpoints as checkpoints
+from tensor_dedup.config import FrozenBase, TensorDedupConfig
+from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from tensor_dedup.loader.deferred.load_plan import PLANS
 from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.patches.vllm.planned import LoadInputs
 from vllm_runs import engines, loads, planned
 
 pytestmark = pytest.mark.vllm
@@ -108,7 +111,7 @@ def in_environment() -> AbstractContextManager[Any]:
 def with_another_attribute() -> AbstractContextManager[Any]:
     build = RMSNorm.__init__
 
-    def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init(self: RMSNorm, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         setattr(self, "made_for_a_test", 1)  # noqa: B010 - modules take any
 
@@ -262,3 +265,89 @@ def test_a_plan_is_not_followed_when_a_resident_of_it_is_gone(pair: checkpoints.
     assert same(second, first)
     assert len(PLANS) == 1  # of the second, in place of the first's
     assert load(pair.base)[1]
+
+
+def test_what_a_plan_leads_to_stays_while_a_load_follows_it(pair: checkpoints.Pair) -> None:
+    plain = loads.load(pair.base)
+    kept = [load(pair.base)[0]]
+    with planned.once_found(kept.clear):
+        second, followed = load(pair.base)
+    assert followed
+    assert not kept
+    assert same(second, plain)
+
+
+def test_a_file_that_changes_while_a_plan_is_followed_ends_the_load(
+    pair: checkpoints.Pair, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(pair.base, path)
+    weights = path / checkpoints.WEIGHTS
+    engines.leave_alone(weights)
+    first, _ = load(path)
+    assert load(path)[1]
+
+    def overwrite() -> None:
+        weights.write_bytes((pair.fine_tune / checkpoints.WEIGHTS).read_bytes())
+
+    with planned.once_found(overwrite), pytest.raises(ChangedFileError):
+        load(path)
+    again, followed = load(path)
+    assert not followed
+    assert same(again, loads.load(pair.fine_tune))
+    assert not same(again, first)
+
+
+REFUSED: dict[str, Callable[[VllmConfig], None]] = {
+    "quantisation": lambda c: setattr(c.model_config, "quantization", "fp8"),
+    "quantisation of the engine": lambda c: setattr(c, "quant_config", object()),
+    "LoRA": lambda c: setattr(c, "lora_config", object()),
+    "a draft": lambda c: setattr(c, "speculative_config", object()),
+    "weights that are written later": lambda c: setattr(c, "weight_transfer_config", object()),
+    "experts by rank": lambda c: setattr(c.parallel_config, "enable_expert_parallel", True),
+    "experts in balance": lambda c: setattr(c.parallel_config, "enable_eplb", True),
+    "a head that may be tied": lambda c: setattr(
+        c.model_config, "word_embeddings_untied_by_checkpoint", True
+    ),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
+def test_a_load_that_is_not_ordinary_has_no_plan(
+    change: Callable[[VllmConfig], None], pair: checkpoints.Pair
+) -> None:
+    model = loads.load(pair.base)
+    config = copy.copy(model.config)
+    config.model_config = copy.copy(config.model_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    inputs = LoadInputs(TensorDedupConfig(), config, config.model_config)
+    assert inputs.plannable(model.module)
+    change(config)
+    assert not inputs.plannable(model.module)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TensorDedupConfig(memory_manager="unix:///nowhere"),
+        TensorDedupConfig(frozen_base=FrozenBase(base="base", layers="0")),
+        TensorDedupConfig(verify_bytes=True),
+        TensorDedupConfig(audit=0.5),
+    ],
+    ids=["manager", "frozen base", "verify_bytes", "audit"],
+)
+def test_a_load_that_compares_or_asks_others_has_no_plan(
+    config: TensorDedupConfig, pair: checkpoints.Pair
+) -> None:
+    model = loads.load(pair.base)
+    whole = model.config
+    assert LoadInputs(TensorDedupConfig(), whole, whole.model_config).plannable(model.module)
+    assert not LoadInputs(config, whole, whole.model_config).plannable(model.module)
+
+
+def test_a_model_that_is_a_part_of_another_has_no_plan(pair: checkpoints.Pair) -> None:
+    whole = loads.load(pair.base).config
+    model = torch.nn.Linear(1, 1)
+    assert LoadInputs(TensorDedupConfig(), whole, whole.model_config).plannable(model)
+    part = copy.copy(whole.model_config)
+    assert not LoadInputs(TensorDedupConfig(), whole, part).plannable(model)

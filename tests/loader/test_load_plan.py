@@ -47,6 +47,8 @@ class Layer(nn.Module):
         self.register_buffer("table", torch.zeros(3))
         self.width = 4
         self.names = ["a"]
+        self.nested = {"a": [["b"]]}
+        self.methods = [Method()]
         self.quant_method = Method()
 
 
@@ -109,11 +111,15 @@ def longer_table(model: Any) -> None:
     model.second.table = torch.zeros(4)
 
 
+def other_slice(model: Any) -> None:
+    model.second.weight.output_dim = 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
         widen, reshape, cast, transpose, reclass, tie, other_loader, other_class, rename,
-        other_method, longer_table,
+        other_method, longer_table, other_slice,
     ],
 )  # fmt: skip
 def test_a_head_tells_models_apart(change: Callable[[Any], None]) -> None:
@@ -166,6 +172,14 @@ def append(model: Any) -> None:
     model.second.names.append("b")
 
 
+def append_deep(model: Any) -> None:
+    model.second.nested["a"][0].append("c")
+
+
+def in_listed_object(model: Any) -> None:
+    model.second.methods[0].seen.append(1)
+
+
 def new_attribute(model: Any) -> None:
     model.second.loaded = True
 
@@ -186,6 +200,14 @@ def buffer(model: Any) -> None:
     model.second.table = torch.zeros(3)
 
 
+def memory_of_buffer(model: Any) -> None:
+    model.second.table.data = torch.zeros(3)
+
+
+def write_buffer(model: Any) -> None:
+    model.second.table.add_(1)
+
+
 def module(model: Any) -> None:
     model.second.inner = nn.Identity()
 
@@ -193,8 +215,8 @@ def module(model: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        append, new_attribute, helper, in_helper, of_parameter, buffer, module, widen, reshape, tie,
-        other_class, rename,
+        append, append_deep, in_listed_object, new_attribute, helper, in_helper, of_parameter,
+        buffer, memory_of_buffer, write_buffer, module, widen, reshape, tie, other_class, rename,
     ],
 )  # fmt: skip
 def test_a_change_of_a_module_is_noticed(change: Callable[[Any], None]) -> None:

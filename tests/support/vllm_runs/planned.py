@@ -3,7 +3,8 @@
 The environment that `plain` asks for applies.
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,22 @@ def counted() -> Iterator[list[str]]:
 
     with patch.object(Planning, "find", find):
         yield found
+
+
+@contextmanager
+def once_found(act: Callable[[], object]) -> Iterator[None]:
+    """While active, `act` is called each time that a load has found a plan."""
+    original = Planning.find
+
+    def find(self: Planning, *args: Any) -> Any:
+        plan = original(self, *args)
+        if plan is not None:
+            act()
+            gc.collect()
+        return plan
+
+    with patch.object(Planning, "find", find):
+        yield
 
 
 def differing(one: nn.Module, other: nn.Module) -> list[str]:
