@@ -245,7 +245,7 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
             for key, each in own["_buffers"].items()
             if each is not None
         ]
-        loads = known(getattr(kind, "load_weights", None))
+        loads = known(own.get("load_weights", getattr(kind, "load_weights", None)))
         lines.append(
             f"{name} {known(kind)} {loads} {_plain_items(own)} {helpers} {parameters} {buffers}"
         )

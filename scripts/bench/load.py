@@ -24,7 +24,7 @@ from bench.results import table, write_figures
 from bench.stats import Section
 from demonstration import models
 
-PARTS = ("unknown", "again", "known", "residency", "decode")
+PARTS = ("unknown", "again", "planning", "known", "residency", "decode")
 _NOTES = """\
 - *Seconds* are of `load_model` of vLLM's model loader for one model, with the engine's process
   groups there already. Plain vLLM calls `gc.collect` twice in a load, whatever is loaded (0.4 s
@@ -35,6 +35,9 @@ _NOTES = """\
   *Cold*: the file's pages were dropped from this machine's page cache just before and `mincore`
   found none left; a host under a virtual machine may still have them. *Cached*: the file was read
   once just before. Everything but the two lines on unknown checkpoints is with cached files.
+- *Planning*: opening the file, hints, the model's own `load_weights` over deferred tensors and
+  recipes, or following a load plan: all that comes before the first byte is read or shared. In
+  processor time of its thread.
 - Both sides allocate in one process that gives freed memory back before each load, so each pays
   for fresh pages.
 - The allowance for an unknown cached checkpoint is its bytes at 4 GB/s a core.

@@ -71,6 +71,13 @@ def extra_row(name: str, seconds: Sides, most: float) -> Row:
     )
 
 
+def own_row(name: str, seconds: Sequence[float], most: float) -> Row:
+    """Seconds of ours, which nothing is compared with."""
+    found = estimate(seconds)
+    aim = f"≤ {most:g} s"
+    return Row(name, "", _seconds(seconds), "", aim, verdict(found, most=most), ((), seconds))
+
+
 def mib(found: Estimate) -> str:
     """An estimate of bytes in MiB."""
     return estimate_scaled(found, MIB).text(2, "") + " MiB"

@@ -35,9 +35,9 @@ class Part:
 
 
 DEMO: Final = Part("demo", "demonstration")
-UNKNOWN, AGAIN, KNOWN, RESIDENCY, DECODE = (
+UNKNOWN, AGAIN, PLANNING, KNOWN, RESIDENCY, DECODE = (
     Part(f"load {name}", "bench/load.py", ("--only", name), "--pairs")
-    for name in ("unknown", "again", "known", "residency", "decode")
+    for name in ("unknown", "again", "planning", "known", "residency", "decode")
 )
 SAVES: Final = Part("checkpoints", "bench/checkpoints.py", ("--stated",), "--rounds", 3)
 GPT2: Final = Part(
@@ -160,6 +160,23 @@ ROWS: Final = (
         AGAIN,
         "same model again, weight phase",
         most=0.05,
+    ),
+    StatedRow(
+        "planning",
+        "45,312 expert tensors that are known, nothing resident: processor time before the first "
+        "is read",
+        PLANNING,
+        "planning 45,312 expert tensors, nothing resident",
+        compared="ours",
+        most=5,
+    ),
+    StatedRow(
+        "planned",
+        "the same with all of them resident",
+        PLANNING,
+        "planning 45,312 expert tensors, all resident",
+        compared="ours",
+        most=1,
     ),
     StatedRow(
         "one-layer",

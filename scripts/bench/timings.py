@@ -1,21 +1,26 @@
 """Times of loads against plain vLLM, and the memory that a known fine-tune takes."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from bench.fine_tunes import WEIGHTS, differing_bytes
 from bench.fresh_start import forget_hints, require_nothing_resident
 from bench.loading import Load, load, load_and_drop, make_known
 from bench.process_memory import allocated, drop_pages, pss, read_pages, settle, touch
-from bench.results import MIB, Row, extra_row, mib, ratio_row
+from bench.results import MIB, Row, extra_row, mib, own_row, ratio_row
 from bench.stats import estimate, verdict
 from bench.turns import in_pairs
 from tensor_dedup import UnsupportedError
+from tensor_dedup.patches.vllm.run import LoadRun
 
 COLD_MOST = 1.02
 AGAIN_MOST = 0.05
+PLANNING_MOST = 5.0
+PLANNED_MOST = 1.0
 HASH_BYTES_A_SECOND = 4e9
 PSS_MOST = 32 * MIB
 
@@ -70,6 +75,51 @@ def again(base: Path, pairs: int) -> list[Row]:
         ratio_row("same model again, weight phase", _phases(found), AGAIN_MOST),
         ratio_row("same model again, whole load", _totals(found)),
     ]
+
+
+def planning(path: Path, tensors: int, times: int) -> list[Row]:
+    """What comes before the first byte is read or shared: with nothing resident, with everything.
+
+    Processor time of the thread that does all of it.
+    """
+    require_nothing_resident()
+    make_known(path)
+    without = [_planning_seconds(path, planned=False) for _ in range(times)]
+    resident, _ = load(path, dedup=True)
+    known = [_planning_seconds(path, planned=True) for _ in range(times)]
+    del resident
+    settle()
+    what = f"planning {tensors:,} expert tensors"
+    return [
+        own_row(f"{what}, nothing resident", without, PLANNING_MOST),
+        own_row(f"{what}, all resident", known, PLANNED_MOST),
+    ]
+
+
+def _planning_seconds(path: Path, *, planned: bool) -> float:
+    """Load, and return the processor time of looking for a plan and, without one, of tracing."""
+    spent: list[float] = []
+    followed: list[bool] = []
+
+    def timed(work: Callable[..., bool]) -> Callable[..., bool]:
+        def call(*args: object, **kwargs: object) -> bool:
+            began = time.thread_time()
+            result = work(*args, **kwargs)
+            spent.append(time.thread_time() - began)
+            followed.append(work is follow and result)
+            return result
+
+        return call
+
+    follow = LoadRun.follow_plan
+    with (
+        patch.object(LoadRun, "follow_plan", timed(follow)),
+        patch.object(LoadRun, "trace", timed(LoadRun.trace)),
+    ):
+        load_and_drop(path, dedup=True)
+    if any(followed) != planned:
+        raise UnsupportedError(f"{path}: a plan was {'not ' if planned else ''}followed")
+    return sum(spent)
 
 
 def _resident_load(base: Path) -> Load:
