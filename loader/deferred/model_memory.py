@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -38,7 +38,7 @@ class ModelMemory:
     provider: ResidentProvider
     ledger: LoadLedger
     own: WeakSet[object] = field(default_factory=WeakSet)
-    residents: dict[str, AnyResident] = field(default_factory=dict)
+    residents: WeakValueDictionary[str, AnyResident] = field(default_factory=WeakValueDictionary)
     _flat: dict[int, torch.Tensor] = field(default_factory=dict)  # private, by id of the storage
 
     def install(

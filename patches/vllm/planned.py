@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from torch import nn
-from vllm import distributed
+from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.deferred.layer_key import process_text
@@ -116,9 +116,8 @@ class LoadInputs:
 
 def _ranks() -> list[tuple[int, int]]:
     """Return this process's rank and the size of each of its groups."""
-    groups = (distributed.get_tp_group, distributed.get_pp_group, distributed.get_dp_group)
     found = []
-    for group in groups:
+    for group in (get_tp_group, get_pp_group, get_dp_group):
         try:
             here = group()
         except AssertionError:  # there is no such group

@@ -577,7 +577,7 @@ class LoadRun:
         traced = self.tracer
         if traced.data_reads or traced.wrote_memory or session.ledger.skipped:
             return
-        residents, records = session.memory.residents, processor.context.records
+        residents, records = dict(session.memory.residents), processor.context.records
         self._plan = planning.outcome(model, residents, records, self._named)
 
     def _read_files(self) -> list[SourceFile]:

@@ -560,6 +560,15 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "read: may weights be packed, as on a CPU, and does this CPU do it in another way",
         has=("is_cpu", "is_zen_cpu"),
     ),
+    *(
+        VllmSeam(
+            f"vllm.distributed.parallel_state:{name}",
+            "loader",
+            "called for the key of a load plan: this process's rank in the group, and its size",
+            "()",
+        )
+        for name in ("get_tp_group", "get_pp_group", "get_dp_group")
+    ),
     VllmSeam(
         "vllm.utils.torch_utils:set_default_torch_dtype",
         "loader",

@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
+from torch import nn
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
@@ -471,7 +472,7 @@ def test_a_load_that_falls_back_leaves_random_numbers_as_plain_loading_does(
     monkeypatch.setattr(process_state, "accelerator", lambda: gpu)
     begun = gpu.get_rng_state_all()
 
-    def finish(self: LoadRun) -> None:
+    def finish(self: LoadRun, model: nn.Module) -> None:
         torch.rand(3, generator=gpu.one)  # as a constructor may
         raise UntraceableError("it does not want to")
 
