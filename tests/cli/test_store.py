@@ -268,10 +268,10 @@ def test_a_fine_tune_is_stored_as_what_differs(shell: Shell) -> None:
     assert (result["encoded_tensors"], result["base"]) == (1, "base")
     shown = shell.document("show", "tune")
     (stored,) = shown["tensors"]
-    assert (stored["codec"], stored["bytes"]) == ("step2", 200 * KIB)
+    assert (stored["codec"], stored["bytes"]) == ("nibble2", 200 * KIB)
     assert stored["stored_bytes"] == shown["stored_bytes"]
     assert stored["stored_bytes"] == 200 * KIB - result["saved_bytes"]
-    assert shell.document("stats")["codecs"]["step2"]["pieces"] == 1
+    assert shell.document("stats")["codecs"]["nibble2"]["pieces"] == 1
     assert "encoded       200.0 KiB as " in shell.run("stats").stdout
     shell.document("export", "tune", shell.root / "out")
     assert content(shell.root / "out") == content(shell.root / "tune")

@@ -2,6 +2,7 @@
 
 import random
 import struct
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,14 +25,6 @@ class TestCodecs(CodecTests):
         return CODECS[self.codec_name]
 
 
-def _moved(count: int, most: int, share: float) -> tuple[bytes, bytes]:
-    """Words of two bytes, and the same where a share of them moved by up to `most`."""
-    dice = random.Random(3)
-    base = [dice.randrange(1000, 60_000) for _ in range(count)]
-    data = [w + dice.randint(-most, most) * (dice.random() < share) for w in base]
-    return struct.pack(f"<{count}H", *data), struct.pack(f"<{count}H", *base)
-
-
 def _chosen(data: bytes, base: bytes | None, width: int) -> str | None:
     sample = Sample(memoryview(data), None if base is None else memoryview(base))
     choice = choose([sample], width)
@@ -51,8 +44,91 @@ def test_noise_is_left_alone() -> None:
     )
 
 
-def test_small_steps_are_stored_as_steps() -> None:
-    assert _chosen(*_moved(30_000, 3, 0.4), 2) == "step2"
+@pytest.mark.parametrize(("spread", "codec"), [(1.5, "nibble2"), (8.0, "step2")])
+def test_small_steps_are_stored_as_steps(spread: float, codec: str) -> None:
+    dice = random.Random(9)
+    base = [dice.randrange(10_000, 50_000) for _ in range(30_000)]
+    far = [dice.random() < 0.01 for _ in base]
+    data = [w + round(dice.gauss(0, 900 if f else spread)) for w, f in zip(base, far, strict=True)]
+    new, old = (struct.pack("<30000H", *words) for words in (data, base))
+    assert _chosen(new, old, 2) == codec
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 30_001])
+def test_steps_that_do_not_fit_come_back(count: int) -> None:
+    steps = [-9, -8, 7, 8, 127, 128, -128, -129, 40_000]
+    base = [(n * 977) % (1 << 16) for n in range(count)]
+    data = [(word + steps[n % len(steps)]) % (1 << 16) for n, word in enumerate(base)]
+    old, new = (struct.pack(f"<{count}H", *words) for words in (base, data))
+    for codec in (CODECS["nibble2"], CODECS["step2"]):
+        out = bytearray(2 * count)
+        blob = codec.encode(memoryview(new), memoryview(old), "entropy")
+        codec.decode(memoryview(blob), memoryview(old), memoryview(out))
+        assert out == new
+
+
+def _planes(words: Sequence[int], width: int) -> list[bytes]:
+    return [bytes(word >> 8 * n & 255 for word in words) for n in range(width)]
+
+
+def _folded(word: int, width: int) -> int:
+    half = 1 << (8 * width - 1)
+    return 2 * word if word < half else 2 * (2 * half - word) - 1
+
+
+def _streams(family: str, width: int, data: Sequence[int], base: Sequence[int]) -> list[bytes]:
+    """The streams before the rest, as FORMAT.md says them."""
+    whole = 1 << 8 * width
+    moved = [(new - old) % whole for new, old in zip(data, base, strict=True)]
+    xor = [new ^ old for new, old in zip(data, base, strict=True)]
+    if family == "planes":
+        return _planes(data, width)
+    if family == "xor":
+        return _planes(xor, width)
+    if family == "diff":
+        return _planes([_folded(word, width) for word in moved], width)
+    if family == "sparse":
+        where = [n for n, word in enumerate(xor) if word]
+        changes = _planes([xor[n] for n in where], width)
+        return [struct.pack("<I", len(data)), *_planes(_gaps(where), 4), *changes]
+    most = 128 if family == "step" else 8
+    where = [n for n, word in enumerate(moved) if most <= word < whole - most]
+    if family == "step":
+        small = bytes(word % 256 for word in moved)
+        large = [moved[n] for n in where]
+    else:
+        half = [(word + 8) % 16 for word in moved] + [0] * (len(moved) % 2)
+        small = bytes(
+            low | high << 4
+            for low, high in zip(half[: len(half) // 2], half[len(half) // 2 :], strict=True)
+        )
+        large = [_folded(moved[n], width) for n in where]
+    return [small, *_planes(_gaps(where), 4), *_planes(large, width)]
+
+
+def _gaps(places: Sequence[int]) -> list[int]:
+    return [place - before - 1 for before, place in zip([-1, *places], places, strict=False)]
+
+
+@pytest.mark.parametrize("count", [1, 6, 1501])
+@pytest.mark.parametrize("name", CODECS)
+def test_a_chunk_is_read_as_the_format_says(name: str, count: int) -> None:
+    family, width = name[:-1], int(name[-1])
+    whole = 1 << 8 * width
+    dice = random.Random(name)
+    steps = [0, 0, 0, 1, -1, -8, 7, -9, 8, 127, 128, -128, -129, whole // 2, whole // 3]
+    base = [dice.randrange(whole) for _ in range(count)]
+    data = [(word + dice.choice(steps)) % whole for word in base]
+    old, new = (b"".join(n.to_bytes(width, "little") for n in words) for words in (base, data))
+    rest = b"0123456"[: width - 1]
+    blob = b"".join(
+        struct.pack("<BII", 0, len(stream), len(stream)) + stream
+        for stream in [*_streams(family, width, data, base), rest]
+    )
+    out = bytearray(len(new) + len(rest))
+    under = memoryview(old + bytes(len(rest))) if CODECS[name].against_base else None
+    CODECS[name].decode(memoryview(blob), under, memoryview(out))
+    assert out == new + rest
 
 
 def test_few_changes_are_stored_alone() -> None:

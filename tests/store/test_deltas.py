@@ -138,7 +138,7 @@ def come_back(data: st.DataObject) -> None:
 def test_a_fine_tune_costs_what_differs(store: Store, base: Path, tune: Path) -> None:
     store.import_(base)
     result = store.import_(tune, compress="auto", base="base")
-    assert codecs(store, "tune") == {"a": "step2", "b": "step2", "c": "raw"}
+    assert codecs(store, "tune") == {"a": "nibble2", "b": "nibble2", "c": "raw"}
     assert (result.encoded_tensors, result.base) == (2, "base")
     assert result.saved_bytes > 0.8 * (len(A) + len(B))
     with store.checkpoint("base") as checkpoint:
@@ -146,8 +146,8 @@ def test_a_fine_tune_costs_what_differs(store: Store, base: Path, tune: Path) ->
     assert bases(store, "tune") == {"a": digests["a"], "b": digests["b"], "c": None}
     assert_clean(store, {"base": content(base), "tune": content(tune)})
     found = store.stats().codecs
-    assert (found["step2"].pieces, found["step2"].nbytes) == (2, len(A) + len(B))
-    assert found["step2"].stored_bytes == len(A) + len(B) - result.saved_bytes
+    assert (found["nibble2"].pieces, found["nibble2"].nbytes) == (2, len(A) + len(B))
+    assert found["nibble2"].stored_bytes == len(A) + len(B) - result.saved_bytes
 
 
 def test_the_base_is_found_by_what_it_holds(store: Store, base: Path, tune: Path) -> None:
@@ -396,7 +396,7 @@ def test_a_damaged_anchor_is_not_used(store: Store, base: Path, tune: Path) -> N
         data[at + leaf] ^= 1
     path.write_bytes(data)
     store.import_(tune, compress="auto", base="base")
-    assert codecs(store, "tune") == {"a": "step2", "b": "planes2", "c": "raw"}
+    assert codecs(store, "tune") == {"a": "nibble2", "b": "planes2", "c": "raw"}
     assert stored(store, "tune") == content(tune)
 
 

@@ -3,7 +3,7 @@
     interface     the protocol of a codec, and the names of all codecs
     streams       compressed byte streams of bounded size; words and their byte planes
     planes        `planes`, `xor`, `diff`: byte planes of a tensor, or of its difference from a base
-    byte_delta    `step`: small differences from a base, one byte for each element
+    steps         `step`, `nibble`: small differences from a base, a byte or half a byte for each
     sparse        `sparse`: positions and values of the few elements that differ from a base
     records       the layout of an encoded tensor, one chunk for each leaf
     leaves        `leaves`: a tensor that shares some leaves with a base, of any size

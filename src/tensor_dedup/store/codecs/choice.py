@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tensor_dedup.store.codecs.byte_delta import ByteDelta
 from tensor_dedup.store.codecs.interface import FAMILIES, WORTH, Codec, Effort
 from tensor_dedup.store.codecs.planes import Planes
 from tensor_dedup.store.codecs.sparse import Sparse
+from tensor_dedup.store.codecs.steps import SmallSteps
 
 SAMPLE_BYTES = 128 << 10
 _SAMPLES = 3
@@ -21,7 +21,8 @@ _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "planes": lambda name, width: Planes(name, width, "nothing"),
     "xor": lambda name, width: Planes(name, width, "xor"),
     "diff": lambda name, width: Planes(name, width, "difference"),
-    "step": ByteDelta,
+    "nibble": lambda name, width: SmallSteps(name, width, 4),
+    "step": lambda name, width: SmallSteps(name, width, 8),
     "sparse": Sparse,
 }
 CODECS: Mapping[str, Codec] = MappingProxyType(
@@ -105,8 +106,8 @@ def _cost(choice: CodecChoice) -> float:
 
 def _candidates(width: int, against: bool) -> Iterator[tuple[Codec, Effort]]:
     """Yield the codecs to try, the quickest to decode first: it wins among equally small ones."""
-    names = [f"sparse{width}", f"step{width}", f"xor{width}", f"diff{width}"] if against else []
-    for name in [*names, f"planes{width}"]:
+    families = ("sparse", "nibble", "step", "xor", "diff") if against else ()
+    for name in [*(f"{family}{width}" for family in families), f"planes{width}"]:
         if name in CODECS:
             yield CODECS[name], "entropy"
     for name in sorted({f"planes{width}", "planes1"}, reverse=True):

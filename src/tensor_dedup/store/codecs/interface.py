@@ -66,6 +66,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "planes": Family(against_base=False),
         "xor": Family(against_base=True),
         "diff": Family(against_base=True),
+        "nibble": Family(against_base=True, widths=(1, 2)),
         "step": Family(against_base=True, widths=(1, 2)),
         "sparse": Family(against_base=True),
     }

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 
 from tensor_dedup.store.codecs.interface import Effort
-from tensor_dedup.store.codecs.streams import Reader, Words, fold, join, pack, split, unfold, words
+from tensor_dedup.store.codecs.streams import Reader, fold, join, pack, split, unfold, words
 
 Against = Literal["nothing", "xor", "difference"]
 
@@ -49,16 +49,12 @@ class Planes:
         planes = [reader.take(len(values)) for _ in range(self.width)]
         rest[:] = reader.take(len(rest))
         reader.end()
+        join(planes, values)
         if base is None or self.against == "nothing":
-            join(planes, values)
             return
         under = words(base, self.width)[0]
-
-        def put_back(block: Words, where: slice) -> None:
-            if self.against == "xor":
-                np.bitwise_xor(block, under[where], out=block)
-            else:
-                unfold(block)
-                np.add(block, under[where], out=block)
-
-        join(planes, values, put_back)
+        if self.against == "xor":
+            np.bitwise_xor(values, under, out=values)
+        else:
+            unfold(values)
+            np.add(values, under, out=values)

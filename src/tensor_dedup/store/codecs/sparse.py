@@ -29,10 +29,13 @@ def read_places(reader: Reader, count: int) -> Places:
     Raises:
         CorruptFrameError: The streams are malformed, or a position is not below `count`.
     """
-    first = reader.take_up_to(count)
-    gaps = np.empty(len(first), UNSIGNED[_WIDTH])
-    join([first, *(reader.take(len(first)) for _ in range(_WIDTH - 1))], gaps)
-    places = np.cumsum(gaps, dtype=np.int64) + np.arange(len(gaps))
+    gaps = reader.take_up_to(count)
+    planes = [gaps, *reader.take_planes(len(gaps), _WIDTH - 1)]
+    places = np.empty(len(gaps), np.int64)
+    join(planes, places.view(np.uint64))
+    np.add(places, 1, out=places)
+    np.cumsum(places, out=places)
+    np.subtract(places, 1, out=places)
     if len(places) and places[-1] >= count:
         raise reader.bad(f"a place behind the last of {count} elements")
     return places
@@ -64,7 +67,7 @@ class Sparse:
             raise reader.bad(f"it is not that of {len(values)} words")
         where = read_places(reader, len(values))
         changes = np.empty(len(where), values.dtype)
-        join([reader.take(len(where)) for _ in range(self.width)], changes)
+        join(reader.take_planes(len(where), self.width), changes)
         rest[:] = reader.take(len(rest))
         reader.end()
-        values[where] ^= changes
+        values[where] = values.take(where) ^ changes

@@ -13,7 +13,7 @@ the lowest byte of every word, the second plane the next byte, and so on.
 
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,7 +37,6 @@ SIGNED: Mapping[int, np.dtype[Any]] = {
     4: np.dtype("<i4"),
     8: np.dtype("<i8"),
 }
-BLOCK = 128 << 10  # elements
 _HEAD = struct.Struct("<BII")
 _PLAIN, _ZSTD = 0, 1
 # Below this saving a stream is kept as it is: decoding it would cost more than it gives.
@@ -117,6 +116,16 @@ class Reader:
             raise self.bad(f"a stream of {plain} bytes, at most {most} expected")
         return self._content(how, stored, plain)
 
+    def take_planes(self, count: int, width: int) -> list[Bytes]:
+        """Read and return the `width` byte planes of `count` words, lowest first.
+
+        The highest planes of small numbers are often 0; these are left out, all but the lowest.
+        """
+        planes = [self.take(count) for _ in range(width)]
+        while len(planes) > 1 and not planes[-1].any():
+            planes.pop()
+        return planes
+
     def end(self) -> None:
         """Check that no bytes follow the last stream, and raise CorruptFrameError otherwise."""
         if self._at != len(self._blob):
@@ -176,44 +185,30 @@ def split(values: Words) -> list[Bytes]:
     ]
 
 
-def blocks(count: int) -> Iterator[slice]:
-    """Yield slices of BLOCK elements that cover `count` elements; the last one may be shorter."""
-    return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
-
-
-def join(
-    planes: Sequence[Bytes], out: Words, then: Callable[[Words, slice], None] | None = None
-) -> None:
+def join(planes: Sequence[Bytes], out: Words) -> None:
     """Interleave the byte planes in `planes` into the words `out`; the inverse of `split`.
 
-    The words are made in blocks that fit into the processor's cache. After each block, `then` is
-    called with the words of the block and their slice of `out`.
+    There may be fewer planes than a word has bytes. The other bytes are then 0.
     """
-    for part in blocks(len(out)):
-        _join_block([plane[part] for plane in planes], out[part])
-        if then is not None:
-            then(out[part], part)
+    if len(planes) == 1:
+        out[:] = planes[0]
+        return
+    # All words at once: in blocks that stay in a processor's cache, the calls take longer than the
+    # memory. The halves are joined first, as passes over narrow words are short.
+    half = 1 << (len(planes) - 1).bit_length() - 1
+    low, high = (_joined(part, half) for part in (planes[:half], planes[half:]))
+    out[:] = high
+    np.left_shift(out, out.dtype.type(8 * half), out=out)
+    np.bitwise_or(out, low, out=out)
 
 
-def _join_block(parts: list[Words], out: Words) -> None:
-    while len(parts) > 2:
-        parts = [_pair(low, high) for low, high in zip(parts[::2], parts[1::2], strict=True)]
-    if len(parts) == 2:
-        _pair(parts[0], parts[1], out=out)
-    else:
-        out[:] = parts[0]
-
-
-def _pair(low: Words, high: Words, out: Words | None = None) -> Words:
-    """Return words of twice the width: those of `high` above those of `low`."""
-    wide = UNSIGNED[2 * low.dtype.itemsize]
-    if out is None:
-        out = np.empty(len(low), wide)
-    out[:] = low
-    above = high.astype(wide)
-    np.left_shift(above, wide.type(8 * low.dtype.itemsize), out=above)
-    np.bitwise_or(out, above, out=out)
-    return out
+def _joined(planes: Sequence[Bytes], width: int) -> Words:
+    """Return the words of `width` bytes that have the byte planes `planes`."""
+    if len(planes) == 1:
+        return planes[0]
+    found = np.empty(len(planes[0]), UNSIGNED[width])
+    join(planes, found)
+    return found
 
 
 def fold(differences: Words) -> Words:
