@@ -15,6 +15,7 @@ tensor in memory, that has its bytes. `ModuleDedup` takes a parameter through th
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import deque
@@ -479,8 +480,9 @@ def _copy_out(tensor: torch.Tensor, memory: ProcessMappings) -> None:
 
 def _find_parameter(model: nn.Module, name: str) -> nn.Parameter | None:
     """Return the parameter of that name, or None for a buffer."""
-    path, _, last = name.rpartition(".")
-    return model.get_submodule(path)._parameters.get(last)
+    *path, last = name.split(".")
+    module: nn.Module = functools.reduce(getattr, path, model)
+    return module._parameters.get(last)
 
 
 def _is_alone(nbytes: int) -> bool:

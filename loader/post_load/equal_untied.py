@@ -128,17 +128,20 @@ class ReplicaAssigner:
         3. A resident that is still to be built. It gets the lowest free number.
         """
         used = self._used[key]
-        there = {
-            replica: resident
-            for replica in chain(range(len(used), len(used) + _AHEAD), range(len(used)))
-            if replica not in used and (resident := registry.lookup(key, replica)) is not None
-        }
-        own = (replica for replica, each in there.items() if _first_names.get(each) == name)
-        replica = next(chain(own, there), None)
-        if replica is None:
+        chosen = None
+        for replica in chain(range(len(used), len(used) + _AHEAD), range(len(used))):
+            resident = None if replica in used else registry.lookup(key, replica)
+            if resident is None:
+                continue
+            if _first_names.get(resident) == name:
+                chosen = replica
+                break
+            if chosen is None:
+                chosen = replica
+        if chosen is None:
             return self.claim_first(key)
-        used.add(replica)
-        return replica
+        used.add(chosen)
+        return chosen
 
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]

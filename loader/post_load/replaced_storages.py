@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedView:
+class ReplacedView(NamedTuple):
     """The memory that `parameter` had before sharing: a part of a torch storage.
 
     The part consists of the bytes from `start` to `end` of the storage. `offset`, `shape` and

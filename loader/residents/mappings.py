@@ -13,13 +13,12 @@ from collections.abc import Iterable, Iterator
 from io import FileIO
 from itertools import groupby
 from mmap import PAGESIZE
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from tensor_dedup import libc
 from tensor_dedup.errors import UnsupportedError
 
-_PAGEMAP: Final = Path("/proc/self/pagemap")
+_PAGEMAP: Final = "/proc/self/pagemap"
 _ENTRY_BYTES: Final = 8
 _CHUNK: Final = 1 << 20
 # The top bits of a pagemap entry: present (63), swapped out (62), a page of the file (61).
@@ -198,7 +197,7 @@ def _pages(address: int, nbytes: int) -> Iterator[bytes]:
     """
     first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
     try:
-        with _PAGEMAP.open("rb", buffering=0) as pagemap:
+        with FileIO(_PAGEMAP) as pagemap:
             pagemap.seek(first * _ENTRY_BYTES)
             yield from _read(pagemap, (last - first) * _ENTRY_BYTES)
     except OSError as error:
@@ -219,6 +218,8 @@ def _read(pagemap: FileIO, left: int) -> Iterator[bytes]:
 
 
 def _has_copied(entries: bytes) -> bool:
+    if not entries.strip(b"\0"):  # as after mapping: no page is there
+        return False
     return any(entry >> _FLAGS_SHIFT in _COPIED for entry in set(array("Q", entries)))
 
 

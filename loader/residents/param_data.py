@@ -29,10 +29,11 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     Tensors on other devices, empty tensors and tensors that are not strided are ignored.
     """
     ranges = []
-    for each in tensors:
-        if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
-            data = param_data(each)
-            ranges.append((data.data_ptr(), data.data_ptr() + data.nbytes, id(each)))
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in tensors:
+            if each.is_cpu and each.layout is torch.strided and (nbytes := each.nbytes):
+                start = each.data_ptr()
+                ranges.append((start, start + nbytes, id(each)))
     found: set[int] = set()
     reach, holder = 0, 0
     for start, end, key in sorted(ranges):

@@ -100,7 +100,7 @@ def sharable_anywhere(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and has_name(tensor.dtype)
-        and dense(tensor.shape, tensor.stride())
+        and (tensor.is_contiguous() or dense(tensor.shape, tensor.stride()))
     )
 
 
