@@ -6,9 +6,10 @@
 One process, one run, the same models for all; in every round each method saves once, in an order
 drawn anew. TensorCAS's method is a small implementation of what its article describes
 (tensorcas_method.py), not their program. Prints a section of Markdown, and one of its own for
-`--only gpt2`, a network of GPT-2's size, which takes minutes and 15 GB; `--json` writes the values,
-`--write` puts each section into docs/benchmarks/tables.md instead of the one there. `--stated`
-measures only what docs/results.md states.
+`--only gpt2`, a network of GPT-2's size, which takes minutes and 15 GB, and for `--only steps`, a
+training that saves every step; `--json` writes the values, `--write` puts each section into
+docs/benchmarks/tables.md instead of the one there. `--stated` measures only what docs/results.md
+states.
 """
 
 import sys
@@ -23,7 +24,7 @@ from typing import Final
 
 import click
 
-from bench import checkpoint_latency, checkpoint_long, options
+from bench import checkpoint_latency, checkpoint_long, checkpoint_steps, options
 from bench.checkpoint_storage import storage
 from bench.results import Figures, write_figures
 from bench.stats import Section
@@ -31,6 +32,7 @@ from demonstration import models
 
 PARTS: Final = ("storage", "saves")
 LONG: Final = "gpt2"
+STEPS: Final = "steps"
 _PACKAGES: Final = (
     *("torch", "scikit-learn", "xgboost-cpu", "xgboost", "safetensors"),
     *("blake3", "zstandard"),
@@ -54,7 +56,7 @@ _NOTES: Final = """\
 
 @click.command(context_settings=options.CONTEXT)
 @options.repeats("--rounds", 15)
-@options.only((*PARTS, LONG))
+@options.only((*PARTS, LONG, STEPS))
 @click.option("--stated", is_flag=True, help="Only what docs/results.md states.")
 @options.work("3 GB, 15 with gpt2")
 @options.json_file("bytes, and the seconds of all rounds")
@@ -89,6 +91,11 @@ def main(
         steps, body = checkpoint_long.gpt2(folder, figures, quick=quick, stated=stated)
         how = f"{steps} steps of each training"
         section.finish("checkpoints-long", how, body, checkpoint_long.NOTES, write=write)
+    if STEPS in parts:
+        section = Section(f"checkpoints.py --only {STEPS}", "Saving every step of a training")
+        count, body = checkpoint_steps.steps(folder, rounds, figures, quick=quick, stated=stated)
+        how = f"{rounds} rounds of {count} steps"
+        section.finish("checkpoints-steps", how, body, checkpoint_steps.NOTES, write=write)
     if json_file is not None:
         write_figures(json_file, figures)
 

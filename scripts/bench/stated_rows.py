@@ -44,7 +44,9 @@ GPT2: Final = Part(
     "checkpoints gpt2", "bench/checkpoints.py", ("--stated", "--only", "gpt2"), "--rounds"
 )
 
-
+STEPS: Final = Part(
+    "checkpoints steps", "bench/checkpoints.py", ("--stated", "--only", "steps"), "--rounds"
+)
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
 
 
@@ -269,6 +271,18 @@ ROWS: Final = (
         unit="ms",
         scale=1e-3,
         readme="saving ResNet-18 all of it changed (`torch.save` with fsync)",
+    ),
+    *(
+        StatedRow(
+            f"steps-{size}",
+            f"every step of a training saved, {size} MB that all changed: a step is blocked",
+            STEPS,
+            f"steps: {size} MB, blocked",
+            most=0.35,
+            unit="ms",
+            scale=1e-3,
+        )
+        for size in (105, 420)
     ),
     *(
         StatedRow(

@@ -129,6 +129,29 @@ def test_it_begins_when_no_save_has_come_for_a_moment(
     check(run, 0, 1, 2)
 
 
+def test_a_training_that_saves_often_is_spared_until_many_steps_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_REST_S", 0.0)
+    monkeypatch.setattr(background, "_RESTED_BYTES_PER_S", 1e3)  # hours for a step
+    monkeypatch.setattr(background, "_MANY_WAITING", 2)
+    with run_on(tmp_path) as run:
+        encoder = encoder_of(run)
+        save_both(run)
+        time.sleep(0.2)
+        assert encoder.busy
+        assert [job.name for job in encoder._waiting] == ["run@0", "run@1"]
+        run.save(model_of(2), 2)
+        deadline = time.monotonic() + 60
+        while not encoded(run, 0) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert encoded(run, 0)
+        assert [job.name for job in encoder._waiting] == ["run@1", "run@2"]
+        assert (encoded(run, 1) | encoded(run, 2)).isdisjoint(MOVING)
+    assert encoded(run, 1) & encoded(run, 2) >= set(MOVING)
+    check(run, 0, 1, 2)
+
+
 def test_it_takes_no_more_than_encoding_in_the_save(tmp_path: Path) -> None:
     sizes = {}
     for compress in ("auto", "always"):
@@ -528,7 +551,10 @@ def test_an_error_in_the_block_waits_for_no_encoding(tmp_path: Path) -> None:
     check(run, 0, 1)
 
 
-def test_a_training_that_is_never_idle_piles_up_no_steps(tmp_path: Path) -> None:
+def test_a_training_that_is_never_idle_piles_up_no_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_MOST_WAITING", 8)
     with run_on(tmp_path) as run:
         held = encoder_of(run)
         with held.saving():

@@ -112,9 +112,9 @@ class CheckpointStore:
         **Encoding.** New tensors are encoded if that saves a tenth of their size. `compress` says
         when:
 
-        * "auto": a save encodes only what is quick. A thread encodes the rest while no save runs,
-          and `close` and `gc` wait for that thread. If a program ends without `close`, the
-          remaining tensors stay unencoded.
+        * "auto": a save encodes only what is quick. A thread encodes the rest when no save has run
+          for some time, and `close` and `gc` wait for that thread. If a program ends without
+          `close`, the remaining tensors stay unencoded.
         * "always": each save encodes everything.
         * None: nothing is encoded.
 

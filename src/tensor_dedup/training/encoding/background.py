@@ -4,9 +4,10 @@ A save with much to store writes tensors unencoded to a container. A thread then
 container (`rewrite`) and removes the old one (`superseded`). A process that is reading the old
 container can continue, because it has the file open.
 
-The thread pauses while a save runs, and continues when no save has run for a moment. It ends when
-nothing is left to encode. If the program ends without `close`, the remaining tensors stay
-unencoded.
+The thread pauses while a save runs. It begins a container when no save has run for several times as
+long as encoding takes: what a training that saves more often stores waits, until many steps do, or
+until somebody waits for it. The thread ends when nothing is left to encode. If the program ends
+without `close`, the remaining tensors stay unencoded.
 """
 
 import logging
@@ -26,15 +27,19 @@ from tensor_dedup.training.encoding.rewrite import ContainerRewrite, EncodingJob
 from tensor_dedup.training.encoding.superseded import SupersededContainers
 
 _log = logging.getLogger(__name__)
-# Steps of background saves that may wait; a training that is never idle would pile them up.
-_MOST_WAITING = 8
+# A training that saves often is spared the encoding until more steps than this wait.
+_MANY_WAITING = 32
+# Steps of background saves that may wait. `close` encodes them.
+_MOST_WAITING = 64
 # A session that stands still for saves keeps the gc of others waiting.
 _PATIENCE_S = 5.0
 # How long the last attempt to remove a container waits for those that read or write the store.
 _LAST_WAIT_S = 2.0
 _POLL_S = 0.2
-# A training that saves again sooner leaves no time to encode: beginning would only take from it.
+# How long no save must have run before encoding begins: at least so long,
 _REST_S = 0.1
+# and so long for so many bytes. Two cores encode them in a fifth of it.
+_RESTED_BYTES_PER_S = 40e6
 # After so many interrupted attempts a step stays as it was saved.
 _ATTEMPTS = 3
 
@@ -179,7 +184,10 @@ class BackgroundEncoder:
             return None
         if self._awaited or not self._waiting:
             return 0
-        return max(0, self._saved_at + _REST_S - time.monotonic())
+        rest = _REST_S
+        if len(self._waiting) <= _MANY_WAITING:
+            rest = max(rest, self._waiting[0].file_bytes / _RESTED_BYTES_PER_S)
+        return max(0, self._saved_at + rest - time.monotonic())
 
     def _given_up(self) -> bool:
         return self._dropping or not threading.main_thread().is_alive()

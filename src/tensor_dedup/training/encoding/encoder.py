@@ -72,7 +72,14 @@ class RunEncoder:
         `sealed` are the containers of the step.
         """
         if encoding.left:
-            slab = next(each.container for each in sealed if each.container.kind == "slab")
-            left, first = encoding.left, encoding.first
-            job = EncodingJob(slab, step.name, manifest, left, first, step.background)
+            slab = next(each for each in sealed if each.container.kind == "slab")
+            job = EncodingJob(
+                slab.container,
+                slab.file_bytes,
+                step.name,
+                manifest,
+                encoding.left,
+                encoding.first,
+                step.background,
+            )
             self.background.add(job)

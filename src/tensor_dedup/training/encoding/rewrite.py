@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class EncodingJob:
     """The task to encode those tensors of a step that one container holds unencoded.
 
+    * `file_bytes` is the size of the container.
     * `name` and `manifest` are those of the step, and `left` has the tensors.
     * `first` says how to find a base if the run has no earlier step; otherwise it is None.
     * `background` is True for a background save. If too many of these jobs are waiting, the oldest
@@ -44,6 +45,7 @@ class EncodingJob:
     """
 
     container: ContainerId
+    file_bytes: int
     name: str
     manifest: str
     left: list[LeftTensor]
