@@ -23,6 +23,10 @@ class LoadedSource(Protocol):
     def spec(self) -> TensorSpec:
         """The tensor's name, dtype and shape, and its position in the file."""
 
+    @property
+    def whole(self) -> LoadedSource:
+        """The tensor of the checkpoint of which this one is a range, or this one itself."""
+
 
 class NotShared(StrEnum):
     """Fixed texts that say why a tensor is not shared.
@@ -134,7 +138,7 @@ class LoadLedger:
             final.shared_bytes += nbytes
         if not shared if made is None else made:
             self.bytes_materialised += nbytes
-        final.sources.update((id(source), source) for source in sources)
+        final.sources.update((id(source.whole), source.whole) for source in sources)
 
     def share_sources(self, sources: Sequence[LoadedSource]) -> None:
         """Record that only shared final tensors use `sources`, without saying which.
@@ -183,7 +187,7 @@ class LoadLedger:
         owners = {key: n for n in reversed(self.finals) for key in self.finals[n].sources}
         nbytes: Counter[str] = Counter()
         for source, read in reads:
-            nbytes[owners.get(id(source), source.spec.name)] += read
+            nbytes[owners.get(id(source.whole), source.spec.name)] += read
         names: dict[str, list[str]] = {}
         for name, _ in nbytes.most_common():
             names.setdefault(self._why_read(name), []).append(name)

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeAlias
 
 from tensor_dedup.digest import (
     LEAF_BYTES,
@@ -36,6 +35,7 @@ from tensor_dedup.errors import (
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.residents.resident import digest_of
+from tensor_dedup.types import TensorSpec
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -46,10 +46,12 @@ if TYPE_CHECKING:
 
     from tensor_dedup.formats.pytorch.geometry import PickledTensor
     from tensor_dedup.formats.weights import Header
-    from tensor_dedup.types import TensorSpec
 
 # One preadv asks for at most this much: the kernel cuts it at 2 GiB anyway.
 _PIECE_BYTES = 64 << 20
+_IOV_MAX = 1024  # buffers that one preadv fills
+# From the page cache, a call for each row is faster from here on: 37 ms instead of 99 at 49 KiB.
+_MOST_BETWEEN = 8 << 10
 
 
 # (offset in the tensor, size) -> bytes
@@ -91,6 +93,45 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
     return Placed(member.name, member.dtype, member.shape, member.stride, start, member.lazy)
 
 
+class Columns(NamedTuple):
+    """The same columns of every row of a tensor: `run` bytes of each `stride` bytes."""
+
+    run: int
+    stride: int
+
+    def gather(
+        self,
+        piece: memoryview,
+        offset: int,
+        read: Callable[[list[memoryview], int, int], int],
+    ) -> int:
+        """Fill `piece` with bytes of these columns, from byte `offset` of all their bytes on.
+
+        `read(parts, at, offset)` fills the buffers `parts` one after the other from byte `at` of
+        the rows on, which is byte `offset` of the columns, and returns how many bytes it has read.
+        Up to 8 KiB that lie between columns are read too, always into the same memory: a call for
+        each row would take longer. Returns the size of what was filled, which is less than that of
+        `piece` only if `read` returned 0.
+        """
+        gap = self.stride - self.run
+        between = memoryview(bytearray(min(gap, _MOST_BETWEEN)))
+        most = _IOV_MAX - 1 if gap <= _MOST_BETWEEN else 1
+        done = 0
+        while done < piece.nbytes:
+            row, first = divmod(offset + done, self.run)
+            parts, end = [piece[done : done + self.run - first]], done + self.run - first
+            while end < piece.nbytes and len(parts) < most:
+                parts += [between, piece[end : end + self.run]]
+                end += self.run
+            left = read(parts, row * self.stride + first, offset + done)
+            if left == 0:
+                break
+            for part in parts[::2]:
+                done += max(min(left, part.nbytes), 0)
+                left -= part.nbytes + gap
+        return done
+
+
 @dataclass(eq=False, slots=True)
 class SourceTensor:
     """One tensor of an open checkpoint file.
@@ -100,6 +141,9 @@ class SourceTensor:
     - `hinted` is True if the digest comes from a hint or a manifest.
     - `leaves` has the digest of each leaf (2 MiB), hashed as if the leaf were a tensor of its own.
       It is empty if these digests are unknown or the tensor has one leaf only.
+    - `part_of` is the tensor in the file of which this one is a part, or None.
+    - `columns` is None, or says that the part is not one range of bytes. `spec.start` then is the
+      first byte of its first row.
     """
 
     file: SourceFile
@@ -107,6 +151,31 @@ class SourceTensor:
     digest: str | None = None
     hinted: bool = False
     leaves: tuple[str, ...] = ()
+    part_of: SourceTensor | None = None
+    columns: Columns | None = None
+
+    @property
+    def whole(self) -> SourceTensor:
+        """The tensor in the file: this one, or the one of which it is a part."""
+        return self if self.part_of is None else self.part_of
+
+    def read_into(self, piece: memoryview, offset: int = 0) -> bytes | None:
+        """Fill `piece` with the tensor's bytes from byte `offset` on, as `SourceFile.read_into`."""
+        if self.columns is None:
+            return self.file.read_into(self.spec, piece, offset)
+        self.file.read_columns(self.spec, self.columns, piece, offset)
+        return None
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from byte `offset` on.
+
+        At the end of the file there are fewer, or for columns a FormatError.
+        """
+        if self.columns is None:
+            return self.file.read_range(self.spec.start + offset, nbytes)
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
 
     @property
     def place(self) -> str:
@@ -156,6 +225,7 @@ class SourceFile:
             self._began_ns = time.time_ns()
             self.header: Header = read_header(path, fd=self._fd)
             known = hints.lookup(self._fd, algorithm) if hints is not None and trust else {}
+            self._hinted: Mapping[tuple[int, int], str] = known
             self.tensors = {spec.name: self._tensor(spec, known) for spec in self.header.tensors}
         except BaseException:
             self.close()
@@ -172,6 +242,31 @@ class SourceFile:
             member = members.get(name)
             source = self.tensors[name if member is None else member.held_by]
             yield name, source, None if member is None else placed(member, source.spec)
+
+    def part(
+        self,
+        source: SourceTensor,
+        start: int,
+        nbytes: int,
+        shape: tuple[int, ...],
+        columns: Columns | None = None,
+    ) -> SourceTensor | None:
+        """Return `nbytes` bytes of `source`, from its byte `start` on, as a tensor of its own.
+
+        With `columns`, these are columns of all its rows, and `start` lies in the first row.
+        `source` is a tensor of this file and no part itself; the result has its name and dtype, and
+        the given `shape`. Its digest is that of its own bytes. Subclasses return None for a tensor
+        that is read from a store, which knows and verifies it as a whole.
+        """
+        whole = source.spec
+        spec = TensorSpec(whole.name, whole.dtype, shape, whole.start + start, nbytes)
+        if columns is None:
+            part = self._tensor(spec, self._hinted)
+        else:
+            digest = self._hinted.get(_place_of_columns(spec))
+            part = SourceTensor(self, spec, digest, digest is not None, columns=columns)
+        part.part_of = source
+        return part
 
     def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
         digest = known.get((spec.start, spec.nbytes))
@@ -194,21 +289,13 @@ class SourceFile:
         done = 0
         while done < piece.nbytes:
             with piece[done : done + _PIECE_BYTES] as part:
-                count = self._read(part, spec, offset + done)
-            if count == 0:
-                raise FormatError(
-                    f"{self.path}: tensor {spec.name!r} ends after {offset + done} of "
-                    f"{spec.nbytes} bytes; the file was truncated while it was open, fetch it "
-                    "again",
-                    path=str(self.path),
-                    tensor=spec.name,
-                )
-            done += count
+                done += self._read([part], spec, offset + done, offset + done)
         return None
 
-    def _read(self, part: memoryview, spec: TensorSpec, offset: int) -> int:
+    def _read(self, parts: list[memoryview], spec: TensorSpec, at: int, offset: int) -> int:
+        """Read from byte `at` after `spec.start`, which is byte `offset` of the tensor."""
         try:
-            return os.preadv(self._fd, [part], spec.start + offset)
+            count = os.preadv(self._fd, parts, spec.start + at)
         except OSError as error:
             raise UnreadableFileError(
                 f"{self.path}: tensor {spec.name!r} cannot be read at byte {offset} of "
@@ -217,6 +304,27 @@ class SourceFile:
                 tensor=spec.name,
                 errno=error.errno,
             ) from error
+        if count == 0:
+            raise FormatError(
+                f"{self.path}: tensor {spec.name!r} ends after {offset} of {spec.nbytes} bytes; "
+                "the file was truncated while it was open, fetch it again",
+                path=str(self.path),
+                tensor=spec.name,
+            )
+        return count
+
+    def read_columns(
+        self, spec: TensorSpec, columns: Columns, piece: memoryview, offset: int
+    ) -> None:
+        """Fill `piece` with bytes of `columns`, from byte `offset` of all their bytes on.
+
+        `spec` describes the part as in `SourceTensor`. Safe from any thread.
+
+        Raises:
+            FormatError: The file was truncated.
+            UnreadableFileError: Reading the file failed.
+        """
+        columns.gather(piece, offset, lambda parts, at, done: self._read(parts, spec, at, done))
 
     def read_range(self, start: int, nbytes: int) -> bytes:
         """Return up to `nbytes` bytes from file offset `start`; fewer at the end of the file."""
@@ -309,16 +417,16 @@ class SourceReader:
         before this returns, and is not hashed.
         """
         began = time.perf_counter()
-        view, spec, file = memory.numpy().data, source.spec, source.file
+        view, spec = memory.numpy().data, source.spec
         self._count(source, spec.nbytes)
         if hashed:
             self.counters.bytes_hashed += spec.nbytes
             leaves = _wanted_leaves(source)
-            future = submit(view, self.algorithm, partial(file.read_into, spec), leaves)
+            future = submit(view, self.algorithm, source.read_into, leaves)
             self._pending.append((source, future, leaves))
             self.begun += 1
         else:
-            file.read_into(spec, view)
+            source.read_into(view)
         self.counters.read_seconds += time.perf_counter() - began
 
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
@@ -330,10 +438,10 @@ class SourceReader:
         Raises:
             StaleHintError: The bytes that were read do not have the digest that a hint gave.
         """
-        spec, file = source.spec, source.file
+        spec = source.spec
 
         def pass_on(piece: memoryview, offset: int) -> bytes | None:
-            compared = file.read_into(spec, piece, offset)
+            compared = source.read_into(piece, offset)
             write(piece, offset)
             return compared
 
@@ -357,7 +465,7 @@ class SourceReader:
         Raises:
             StaleHintError: A leaf does not have the digest in `source.leaves`.
         """
-        spec, file = source.spec, source.file
+        spec = source.spec
         began = time.perf_counter()
         reads = []
         for number in numbers:
@@ -365,7 +473,7 @@ class SourceReader:
             size = min(LEAF_BYTES, spec.nbytes - start)
 
             def pass_on(piece: memoryview, offset: int, start: int = start) -> bytes | None:
-                compared = file.read_into(spec, piece, start + offset)
+                compared = source.read_into(piece, start + offset)
                 write(piece, start + offset)
                 return compared
 
@@ -468,13 +576,23 @@ def _wanted_leaves(source: SourceTensor) -> list[bytes] | None:
     return [] if source.spec.nbytes > LEAF_BYTES else None
 
 
+def _place_of_columns(spec: TensorSpec) -> tuple[int, int]:
+    """Return the place by which the digest of columns is remembered.
+
+    Below zero, no range of the file has it, and no other columns of the same tensor.
+    """
+    return -1 - spec.start, spec.nbytes
+
+
 def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
     if source.digest is not None and source.digest != value:
         raise_stale(source, value, "it", source.digest)
     spec = source.spec
     found = digests_by_place(spec.start, spec.nbytes, leaves) if leaves else {}
+    if source.columns is not None:  # whose leaves have no places in the file
+        source.file.hashed[_place_of_columns(spec)] = value
     # What was known is remembered already, but perhaps not leaf by leaf.
-    if source.digest is None or (found and not source.leaves):
+    elif source.digest is None or (found and not source.leaves):
         source.file.hashed |= found or {(spec.start, spec.nbytes): value}
     source.digest = value
     if found:

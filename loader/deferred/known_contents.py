@@ -62,7 +62,7 @@ def known_tensor(
     def fill(number: int, into: memoryview, offset: int) -> bytes | None:
         source, _ = parts[number]
         if source is not None:
-            return source.file.read_into(source.spec, into, offset)
+            return source.read_into(into, offset)
         zeros(into)
         return None
 

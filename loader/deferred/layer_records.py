@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from tensor_dedup.loader.checkpoint_io.sources import Read, Reread, SourceTensor
+    from tensor_dedup.loader.checkpoint_io.sources import Columns, Read, Reread, SourceTensor
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
     from tensor_dedup.loader.residents.resident import Resident
 
@@ -33,8 +33,9 @@ _CHUNK = 8 << 20
 class SourceLocation:
     """The place from which a source tensor was read: file, identity of the file, and byte range.
 
-    If the tensor was read from a store, `reread` opens it for reading again. Otherwise `reread` is
-    None, and the tensor lies in the file at `path`.
+    With `columns`, `start` is the first byte of these columns, and `nbytes` the size of all. If the
+    tensor was read from a store, `reread` opens it for reading again. Otherwise `reread` is None,
+    and the tensor lies in the file at `path`.
     """
 
     path: Path
@@ -42,12 +43,27 @@ class SourceLocation:
     start: int
     nbytes: int
     reread: Reread | None = None
+    columns: Columns | None = None
 
     @classmethod
     def of(cls, source: SourceTensor) -> SourceLocation:
         """Return the location of `source`, a source tensor whose file is open."""
         file, spec = source.file, source.spec
-        return cls(file.path, file.identity, spec.start, spec.nbytes, file.reread(spec))
+        again = file.reread(spec)
+        return cls(file.path, file.identity, spec.start, spec.nbytes, again, source.columns)
+
+    def read(self, fd: int, offset: int, nbytes: int) -> bytes:
+        """Return `nbytes` bytes from byte `offset` on, of the file that is open as `fd`.
+
+        At the end of the file there are fewer.
+        """
+        if self.columns is None:
+            return os.pread(fd, nbytes, self.start + offset)
+        data = bytearray(nbytes)
+        count = self.columns.gather(
+            memoryview(data), offset, lambda parts, at, _: os.preadv(fd, parts, self.start + at)
+        )
+        return bytes(data[:count])
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -120,7 +136,7 @@ def _by_path(origin: SourceLocation) -> Reread:
         fd = os.open(origin.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             _check(fd, origin)
-            yield lambda at, size: os.pread(fd, size, origin.start + at)
+            yield lambda at, size: origin.read(fd, at, size)
             _check(fd, origin)
         finally:
             os.close(fd)
@@ -138,7 +154,7 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
     for offset in range(0, source.spec.nbytes, _CHUNK):
         size = min(_CHUNK, source.spec.nbytes - offset)
         theirs = read(offset, size)
-        ours = source.file.read_range(source.spec.start + offset, size)
+        ours = source.read(offset, size)
         count += len(theirs) + len(ours)
         if theirs != ours or len(ours) != size:
             return False, count

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.loader.deferred.recipe import initial_bytes, sources_of
+from tensor_dedup.loader.deferred.source_parts import narrow_sources
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.torch_dtypes import dtype_name
 from tensor_dedup.types import ResidentKey
@@ -108,7 +109,8 @@ def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
     """Complete the deferred parameters after tracing: set `view`, `sources` and `installed`.
 
-    Parameters that the loading code created are added, and those that it removed are dropped.
+    Parameters that the loading code created are added, and those that it removed are dropped. A
+    source tensor of which they use parts only is replaced by these parts.
     """
     for name, parameter in model.named_parameters():
         if tracer.find(parameter) is not None:
@@ -119,6 +121,8 @@ def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: T
     for each in deferred.values():
         each.view = tracer.view(each.parameter)
         each.installed = each.view is None and not each.parameter.is_meta
+    narrow_sources([each.view for each in deferred.values() if each.view is not None])
+    for each in deferred.values():
         each.sources = [] if each.view is None else sources_of(each.view)
 
 

@@ -119,7 +119,7 @@ def only_moves(view: View) -> bool:
     of one that was cast, scaled or added to. The bytes then follow from the recipe alone, whatever
     the settings of the process are.
     """
-    for storage, version in _reach(view):
+    for storage, version in reached(view):
         operation = storage.operation
         if operation is not None and needs_base(storage, version):
             dtype = operation.layout.dtype
@@ -238,20 +238,20 @@ def _hash(description: tuple[Any, ...]) -> str:
 
 def sources_of(view: View) -> list[SourceTensor]:
     """Return the distinct source tensors that the bytes of `view` depend on, in recipe order."""
-    return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
+    return [s.source for s, v in reached(view) if s.source is not None and needs_base(s, v)]
 
 
 def uses_initial(view: View) -> bool:
     """Return whether the bytes of `view` depend on what a constructor left in a parameter."""
     return any(
         storage.kind is ExpressionKind.PARAMETER and needs_base(storage, version)
-        for storage, version in _reach(view)
+        for storage, version in reached(view)
     )
 
 
 def reason_to_keep_private(view: View) -> str | None:
     """Return why other models must not share the bytes of `view`, or None if they may."""
-    for storage, version in _reach(view):
+    for storage, version in reached(view):
         if storage.private is not None:
             return storage.private
         if storage.kind is ExpressionKind.EMPTY and needs_base(storage, version):
@@ -267,8 +267,8 @@ def references(view: View) -> Sequence[View]:
     return _reached(view).mentioned
 
 
-def _reach(view: View) -> Sequence[tuple[VirtualStorage, int]]:
-    """Return every storage that the recipe mentions, at its version, once, in order."""
+def reached(view: View) -> Sequence[tuple[VirtualStorage, int]]:
+    """Return every storage to which the recipe of `view` refers, at its version, once, in order."""
     return _reached(view).storages
 
 

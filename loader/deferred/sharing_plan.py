@@ -51,7 +51,7 @@ class SharingPlan:
             return NotShared.SHARED_STORAGE
         if each.private is not None or not each.sources:
             return each.private or NotShared.NOT_FROM_CHECKPOINT
-        smallest = min(source.spec.nbytes for source in each.sources)
+        smallest = min(source.whole.spec.nbytes for source in each.sources)
         if smallest < self.config.min_tensor_bytes:
             return f"a source of {smallest} bytes is below min_tensor_bytes"
         return reason_to_keep_private(view) or self.provider.reason(each.name)

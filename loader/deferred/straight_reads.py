@@ -6,7 +6,6 @@ host. The digests of the sources and of the tensor become known while it is uplo
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tensor_dedup.digest import LEAF_BYTES
@@ -73,7 +72,7 @@ def unread_tensor(
     for start, stop, source, _ in ranges:
         if source is not None and start % LEAF_BYTES and not source.file.reads_any_range:
             return None
-        fill = zeros if source is None else partial(source.file.read_into, source.spec)
+        fill = zeros if source is None else source.read_into
         part = UploadPart(start, stop - start, fill, has_leaves=source is not None)
         parts.append(_SourcePart(part, source))
     content = HostContent(each.nbytes, [part for part, _ in parts])

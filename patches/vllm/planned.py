@@ -222,6 +222,8 @@ class Planning:
         self.ruled_out |= any(not isinstance(each, Resident) for each in residents.values())
         places = [n for n, (_, source, _) in enumerate(sources) if id(source) in self._used]
         self.ruled_out |= any(sources[place][1].digest is None for place in places)
+        # What was used of a part alone has no digest here, and then the key would not tell it.
+        self.ruled_out |= not self._used <= {id(source) for _, source, _ in sources}
         if self.ruled_out:
             return None
         key = self.head.with_contents(sources)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import heapq
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -30,6 +31,7 @@ from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
+from tensor_dedup.loader.deferred.layer_records import distinct_sources
 from tensor_dedup.loader.deferred.load_plan import PLANS
 from tensor_dedup.loader.deferred.parameters import (
     DeferredParameter,
@@ -180,6 +182,7 @@ class LoadRun:
         self._planning: Planning | None = None
         self._plan: LoadPlan | None = None
         self._held: HeldPlan | None = None
+        self._largest: list[SourceTensor] = []
         self._deferred: dict[int, DeferredParameter] = {}
         self._without_memory: set[int] = set()
         self._without_content: set[int] = set()
@@ -262,7 +265,9 @@ class LoadRun:
         self._planning, self._plan, self._held = None, held.plan, held
         self._opened_ahead.clear()
         self._sources = list({id(source): source for _, source, _ in named}.values())
-        self.session.ledger.share_sources([named[place][1] for place in held.plan.sources])
+        used = [named[place][1] for place in held.plan.sources]
+        self.session.ledger.share_sources(used)
+        self._note_largest(used)
         self._known = True
         self.plan_seconds = time.perf_counter() - began
         return True
@@ -377,6 +382,7 @@ class LoadRun:
                 each.private = NotShared.EPLB
         parameters = list(self._deferred.values())
         session.expect(parameters)
+        self._note_largest(distinct_sources(parameters))
         shareable = [p for p in parameters if p.sources and session.plan.reason(p) is None]
         self._known = bool(shareable) and all(p.known for p in shareable)
         on_gpu = self._gpu is not None
@@ -611,10 +617,12 @@ class LoadRun:
         self.say_not_lent(report)
         return report
 
+    def _note_largest(self, used: Iterable[SourceTensor]) -> None:
+        self._largest = heapq.nlargest(_LARGEST, used, key=lambda source: source.spec.nbytes)
+
     def largest(self) -> tuple[str, ...]:
-        """Return the digests of the largest source tensors, as far as they are known."""
-        ordered = sorted(self._sources, key=lambda source: -source.spec.nbytes)
-        return tuple(each.digest for each in ordered[:_LARGEST] if each.digest is not None)
+        """Return the digests of the largest source tensors used, as far as they are known."""
+        return tuple(each.digest for each in self._largest if each.digest is not None)
 
     def say_not_lent(self, report: ModelReport) -> None:
         """Add to `report` why tensors are not shared with other processes, or not by leaf.

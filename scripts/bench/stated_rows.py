@@ -47,6 +47,8 @@ GPT2: Final = Part(
 STEPS: Final = Part(
     "checkpoints steps", "bench/checkpoints.py", ("--stated", "--only", "steps"), "--rounds"
 )
+
+RANKS: Final = Part("ranks", "bench/ranks.py")
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
 
 
@@ -219,6 +221,19 @@ ROWS: Final = (
         "cold, with vLLM's two garbage collections, as users see it",
         UNKNOWN,
         "unknown checkpoint, file cold, with collections",
+    ),
+    *(
+        StatedRow(
+            f"ranks-{verb}",
+            f"a checkpoint never seen, two tensor-parallel ranks: bytes that both {verb}",
+            RANKS,
+            f"unknown checkpoint, two ranks: bytes {done}",
+            most=1.05,
+            unit="MB",
+            scale=1e6,
+            counted=True,
+        )
+        for verb, done in (("read", "read"), ("hash", "hashed"))
     ),
     *(
         StatedRow(

@@ -144,6 +144,24 @@ def report() -> ModelReport:
     return engines.last_report()
 
 
+@pytest.mark.parametrize("policy", ["packed", "plain"])
+def test_two_ranks_together_read_an_unknown_checkpoint_once(base: Path, policy: str) -> None:
+    """But for the norms, which both have; and where they are packed, they hash it once."""
+    places: list[Place] = [("tp", 0, 2), ("tp", 1, 2)]
+    read = hashed = both = 0
+    for place in places:
+        model = load(base, place, config={"cpu_weights": policy})
+        read += report().bytes_read
+        hashed += report().bytes_hashed
+        both = sum(p.nbytes for n, p in model.module.named_parameters() if "norm" in n)
+        del model
+        gc.collect()
+    once = report().checkpoint_bytes + both
+    assert 0 < both < once / 100
+    assert read == once
+    assert policy == "plain" or hashed == once
+
+
 def test_what_is_whole_in_every_rank_meets_the_model_that_is_in_one(base: Path) -> None:
     """Sizes 1, 2 and 4: slices differ in shape, and norms do not."""
     whole = load(base, config=PLAIN)

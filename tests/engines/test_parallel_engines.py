@@ -166,6 +166,6 @@ def test_replicas_of_a_model_hold_it_once(tmp_path: Path, monkeypatch: pytest.Mo
     total = first["total_bytes"]
     assert first["private_bytes"] + second["private_bytes"] == total == second["total_bytes"]
     assert first["shared_bytes"] + second["shared_bytes"] == total
-    assert found["charged"] <= 1.06 * total
+    assert found["charged"] <= 1.2 * total  # with what the manager remembers of each tensor
     assert len(built) == len(set(built)) > 0
     assert found["answers"] == fresh.call_forked(replicas, base, 2, None)["answers"]

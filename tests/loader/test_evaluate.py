@@ -1,5 +1,6 @@
 """Deferred loading gives the bytes of plain loading, and equal recipes mean equal bytes."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,11 @@ def check(files: dict[int, Path], program: list[deferring.Step]) -> None:
     recipes = [check_one(path, program) for path in files.values()]
     for name in recipes[0].keys() & recipes[1].keys():
         # Over other bytes in any source it follows from, a recipe has another name.
-        (first, used), (second, _) = recipes[0][name], recipes[1][name]
-        assert not used or first != second
+        (first, used), (second, others) = recipes[0][name], recipes[1][name]
+        assert used == others or first != second
 
 
-def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str, set[str]]]:
+def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str, list[str | None]]]:
     skip: set[int] = set()
     wanted = deferring.real(
         deferring.random_model(), path, deferring.loader(program, skip, real=True)
@@ -48,16 +49,15 @@ def check_one(path: Path, program: list[deferring.Step]) -> dict[str, tuple[str,
         assert deferring.raw(run.model.get_buffer("buffer")) == wanted["buffer"]
         for name, straight in straight_bytes(run).items():
             assert straight == wanted[name], name
-        used = {
-            name: {source.spec.name for source in each.sources}
-            for name, each in run.parameters.items()
-        }
         for name, each in run.parameters.items():
             assert run.bytes(name) == wanted[name], name
             if each.view is not None:
-                found[name] = run.book.digest(each.view), used[name]
+                used = [source.digest for source in each.sources]
+                found[name] = run.book.digest(each.view), used
                 assert _SEEN.setdefault(found[name][0], wanted[name]) == wanted[name]
-        assert max(run.file.reads.values(), default=0) <= 1
+        sources = {id(s): s for each in run.parameters.values() for s in each.sources}
+        parts = Counter(source.spec.name for source in sources.values())
+        assert all(count <= max(parts[name], 1) for name, count in run.file.reads.items())
     return found
 
 

@@ -11,6 +11,7 @@ alone, so the same program runs on real and on deferred tensors. A step that rea
 left out of both.
 """
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -255,6 +256,21 @@ def _narrow(m: Machine, a: int, b: int, c: int) -> torch.Tensor:
     return tensor.narrow(dim, start, tensor.shape[dim] - start)
 
 
+def _copy_part(m: Machine, a: int, b: int, c: int) -> None:
+    """Rows or columns of a source, as a tensor-parallel rank takes them, into a parameter."""
+    part = m.pool[a % 8]
+    for dim, size in enumerate(part.shape):
+        start = b // (dim + 1) % size if (a // 8 + dim) % 2 else 0
+        part = part.narrow(dim, start, c // (dim + 1) % (size - start) + 1 if start else size)
+    part = part[0] if a % 5 == 0 and part.dim() > 1 else part
+    target = m.parameters[c % len(m.parameters)].data
+    if target.dim() != part.dim() or any(map(operator.lt, target.shape, part.shape)):
+        return
+    for dim, size in enumerate(part.shape):
+        target = target.narrow(dim, (a + b) % (target.shape[dim] - size + 1), size)
+    target.copy_(_apart(part, target))
+
+
 def _step(m: Machine, a: int, b: int, c: int) -> torch.Tensor:
     return _shaped(m, a)[b % 2 :: 2]
 
@@ -402,7 +418,7 @@ def _replace(m: Machine, a: int, b: int, c: int) -> None:
 OPERATIONS: tuple[Callable[[Machine, int, int, int], torch.Tensor | None], ...] = (
     _copy, _copy, _copy, _copy_anywhere, _narrow, _step, _turn, _reshape, _bits, _turn_in_place,
     _arithmetic, _arithmetic, _source_in_place, _join, _new, _new, _constant, _mixed, _expand,
-    _assign, _pick, _number, _where, _replace,
+    _assign, _pick, _number, _where, _replace, _copy_part, _copy_part, _copy_part,
 )  # fmt: skip
 
 
