@@ -67,7 +67,7 @@ class DrainError(AdvisedError):
     The steps stay on the fast tier. The `__cause__` of this error is the error of the copy.
     """
 
-    advice = "see to its cause; the next handle with this `drain` copies them first"
+    advice = "see to its cause; the run copies them first when it is opened with this `drain` again"
 
 
 class OtherTierError(StoreError):

@@ -299,7 +299,7 @@ def test_another_content_under_the_name_is_named_and_not_replaced(
     caplog.clear()
     run = tiers(tmp_path, server, keep_last=1)
     (said,) = [message for message in caplog.messages if "will not be drained (2)" in message]
-    for text in (str(tmp_path / "fast"), f"push run@STEP {server.url} --replace"):
+    for text in (str(tmp_path / "fast"), f"push run@2 {server.url} --replace"):
         assert text in said
     save(run, 3)
     run.close()

@@ -25,6 +25,7 @@ from tensor_dedup.store.format.identity import Writer, writer_in, writer_text
 from tensor_dedup.store.steps.errors import DrainedRunError
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DrainError, OtherTierError, RunTakenError
+from tensor_dedup.training.tiers.drain import Drain
 from tensor_dedup.training.tiers.remote_tier import RemoteTier
 from tensor_dedup.training.tiers.second_tier import StoreTier
 from tensor_dedup.training.tiers.two_tiers import TwoTiers
@@ -642,7 +643,7 @@ def test_what_a_fast_tier_did_not_drain_before_another_one_went_on_is_stranded(
                 assert_same(run.load(step), moving(step))
         said = [text for text in caplog.messages if "will not be drained (3, 4, 5)" in text]
         assert len(said) == 1 - number  # when it becomes the writer
-        for part in (str(tmp_path / "two"), second, "runs delete run --step", "push run@STEP"):
+        for part in (str(tmp_path / "two"), second, "runs delete run --step 3", "push run@3"):
             assert number or part in said[0]
     assert_as_one_left_it(tmp_path, second)
     left = alone(tmp_path, "two")
@@ -884,15 +885,20 @@ def test_a_step_that_is_drained_meanwhile_is_listed(tmp_path: Path, second: str)
         assert not acts
 
 
-def test_a_step_that_is_saved_as_it_was_stays_the_latest(tmp_path: Path, second: str) -> None:
+def test_a_step_that_is_saved_as_it_was_stays_the_latest(
+    tmp_path: Path, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rule takes it before its new place is drained."""
     with one(tmp_path, second, keep_fast=None) as run:
         save(run, 0, 1, 2)
     plain = alone(tmp_path, "one")
     plain.save(plain.load(0), 0)
-    pruning = one(tmp_path, second, keep_last=1)
-    assert isinstance(pruning._tiers, TwoTiers)
-    pruning._tiers.tidy()
+    with monkeypatch.context() as patch:
+        patch.setattr(Drain, "_run_thread", lambda _: None)
+        pruning = one(tmp_path, second, keep_last=1)
+        assert isinstance(pruning._tiers, TwoTiers)
+        pruning._tiers.tidy()
+        assert pruning.undrained() == [0]
     pruning.close()
     assert (pruning.steps(), pruning.latest()) == ([0], 0)
 

@@ -161,8 +161,8 @@ class TwoTiers:
             return
         store, second = shlex.quote(str(self.fast.path)), shlex.quote(self.second.where)
         replace = " --replace" if any(step in self._seen.places for step in new) else ""
-        push = f"tensor-dedup push {shlex.quote(f'{self.run}@STEP')} {second}{replace}"
-        delete = f"tensor-dedup runs delete {shlex.quote(self.run)} --step STEP"
+        push = f"tensor-dedup push {shlex.quote(f'{self.run}@{new[0]}')} {second}{replace}"
+        delete = f"tensor-dedup runs delete {shlex.quote(self.run)} --step {new[0]}"
         what = "%s: %s of the run %r here will not be drained (%s), because %s has gone on without;"
         what += " to copy one all the same, `%s --store %s`; to delete one, `%s --store %s`"
         numbers = ", ".join(map(str, new))
