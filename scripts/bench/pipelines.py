@@ -1,6 +1,7 @@
 """A first and a second image pipeline, with and without sharing: seconds and memory.
 
-    python scripts/bench/pipelines.py [--pairs N | --quick] [--stored] [--work DIR] [--write]
+    python scripts/bench/pipelines.py [--pairs N | --quick] [--stored] [--work DIR]
+                                      [--json FILE] [--write]
 
 One process, one run; both sides alternate (A B, B A, ...) after the same preparation. Two pipelines
 with the text encoder and VAE of Stable Diffusion 1.5 in true size and different tiny UNets, in
@@ -23,6 +24,7 @@ import click
 
 from bench import options
 from bench.fresh_start import own_hints
+from bench.results import table, write_figures
 from bench.stats import Section
 from demonstration import models, pictures
 from tensor_dedup import Store
@@ -52,8 +54,17 @@ _NOTES = """\
 @click.option("--stored", is_flag=True, help="Load from a store, which takes as much disk again.")
 @click.option("--tiny", is_flag=True, help="Tiny models: for tests, no measurement.")
 @options.work("the pipelines, 0.9 GB")
+@options.json_file("the values of all pairs")
 @options.write
-def main(pairs: int, quick: bool, stored: bool, tiny: bool, work: Path | None, write: bool) -> None:
+def main(
+    pairs: int,
+    quick: bool,
+    stored: bool,
+    tiny: bool,
+    work: Path | None,
+    json_file: Path | None,
+    write: bool,
+) -> None:
     """Measure two pipelines that have most of their weights in common."""
     pairs = options.QUICK if quick else pairs
     folder = (work or models.default_folder()) / ("tiny-halves" if tiny else "halves")
@@ -72,9 +83,11 @@ def main(pairs: int, quick: bool, stored: bool, tiny: bool, work: Path | None, w
             with Store.open(store) as made:
                 for path in paths:
                     made.import_(path, path.name)
-        lines = pipeline_runs.run(paths, pairs, store)
+        rows = pipeline_runs.run(paths, pairs, store)
+    if json_file is not None:
+        write_figures(json_file, {row.name: row.sides for row in rows})
     name = "pipelines-stored" if stored else "pipelines"
-    section.finish(name, f"{pairs} pairs", lines, _NOTES, write=write)
+    section.finish(name, f"{pairs} pairs", table(rows, "plain"), _NOTES, write=write)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ STEPS: Final = Part(
     "checkpoints steps", "bench/checkpoints.py", ("--stated", "--only", "steps"), "--rounds"
 )
 
+PIPELINES: Final = Part("pipelines", "bench/pipelines.py", repeats="--pairs")
 RANKS: Final = Part("ranks", "bench/ranks.py")
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
 
@@ -246,6 +247,20 @@ ROWS: Final = (
             unit="tokens/s",
         )
         for size in (1, 4)
+    ),
+    *(
+        StatedRow(
+            f"pipeline-{name}",
+            f"a {which} pipeline, {seen}, files {files}",
+            PIPELINES,
+            f"{which} pipeline, {files}, {state}: until all was read",
+            most=most,
+        )
+        for name, which, seen, files, state, most in (
+            ("cached", "first", "never seen", "cached", "unknown", 1.5),
+            ("cold", "first", "never seen", "cold", "unknown", 1.02),
+            ("second", "second", "known", "cached", "known", 1.2),
+        )
     ),
     counted(
         "frozen-bytes",

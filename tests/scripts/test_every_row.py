@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import checkpoints, every_row, load, ranks, remote
+from bench import checkpoints, every_row, load, pipelines, ranks, remote
 from bench.every_row import judged
 from bench.results import Figures
 from bench.stated_rows import ROWS, Part, StatedRow, counted
@@ -154,6 +154,7 @@ def test_each_part_takes_the_options_that_it_is_given(tmp_path: Path) -> None:
     commands = {
         "bench/load.py": load.main,
         "bench/checkpoints.py": checkpoints.main,
+        "bench/pipelines.py": pipelines.main,
         "bench/ranks.py": ranks.main,
         "bench/remote.py": remote.main,
         "demonstration": demonstration.main,
