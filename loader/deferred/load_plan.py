@@ -144,15 +144,19 @@ class Head:
     code: tuple[object, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, *inputs: object) -> Head:
+    def of(cls, model: nn.Module, *inputs: object, code: Sequence[object] = ()) -> Head:
         """Return the head for `model`, just built, and for what else its load depends on.
 
+        `inputs` are configurations, and `code` are functions.
+
         Raises:
-            UndescribedError: One of `inputs` cannot be described.
+            UndescribedError: One of `inputs` cannot be described, or weights are loaded by an
+                object that is neither a function nor a method.
         """
-        text, code = _tree(model)
-        every = f"{[described(each) for each in inputs]!r}\n{text}"
-        return cls(_hash(every), code)
+        text, used = _tree(model)
+        names = [id(each) for each in code]
+        every = f"{[described(each) for each in inputs]!r}\n{names}\n{text}"
+        return cls(_hash(every), (*used, *code))
 
     def with_contents(self, sources: Iterable[tuple[str, SourceTensor, Placed | None]]) -> str:
         """Return the key for these named source tensors in this order.
@@ -218,9 +222,17 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
         code[id(thing)] = thing
         return id(thing)
 
+    def loader_of(method: object) -> int:
+        function = _function(method)
+        if not isinstance(function, FunctionType | None):
+            raise UndescribedError(f"a {class_name(type(function))} loads weights")
+        return known(function)
+
     lines = []
+    kinds: dict[type, None] = {}
     for name, module in model.named_modules():
         kind, own = type(module), vars(module)
+        kinds[kind] = None
         helpers = [
             (known(type(helper)), _plain_items(vars(helper)))
             for key in ("quant_method", "scheme")
@@ -234,7 +246,7 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
                 each.dtype,
                 tuple(each.shape),
                 each.stride(),
-                known(_function(getattr(each, "weight_loader", None))),
+                loader_of(getattr(each, "weight_loader", None)),
                 _plain_items(each.__dict__),
             )
             for key, each in own["_parameters"].items()
@@ -245,10 +257,16 @@ def _tree(model: nn.Module) -> tuple[str, tuple[object, ...]]:
             for key, each in own["_buffers"].items()
             if each is not None
         ]
-        loads = known(own.get("load_weights", getattr(kind, "load_weights", None)))
+        loads = loader_of(own.get("load_weights", getattr(kind, "load_weights", None)))
         lines.append(
             f"{name} {known(kind)} {loads} {_plain_items(own)} {helpers} {parameters} {buffers}"
         )
+    # What was replaced in a class since, or where a class finds the loader of most parameters.
+    for base in {base: None for kind in kinds for base in kind.__mro__ if base is not nn.Module}:
+        held = [(key, known(each)) for key, each in vars(base).items()]
+        load_weights = vars(base).get("load_weights")
+        found = getattr(load_weights, "__globals__", {}).get("default_weight_loader")
+        lines.append(f"{known(base)} {held} {known(found)}")
     return "\n".join(lines), tuple(code.values())
 
 

@@ -15,6 +15,8 @@ import torch
 import vllm
 from torch import nn
 from vllm.distributed.parallel_state import get_dp_group, get_pp_group, get_tp_group
+from vllm.model_executor.model_loader import weight_utils
+from vllm.model_executor.models import utils as model_utils
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.deferred.layer_key import process_text
@@ -146,12 +148,14 @@ class Planning:
         """Return the planning of a load into `model`, which was just built, or None: no plan."""
         if not inputs.plannable(model):
             return None
+        state = [process_text(), vllm.__version__, dispatch()]
         try:
             configuration = inputs.described()
+            places = (weight_utils, model_utils)
+            loaders = [getattr(each, "default_weight_loader", None) for each in places]
+            return cls(inputs, Head.of(model, configuration, state, code=loaders), configuration)
         except UndescribedError:
             return None
-        state = [process_text(), vllm.__version__, dispatch()]
-        return cls(inputs, Head.of(model, configuration, state), configuration)
 
     def find(
         self, model: nn.Module, weights: Weights, named: OpenNamed
@@ -173,7 +177,7 @@ class Planning:
             with weight_iterators.deferring(note):
                 for _ in weights(model):
                     return None  # of an iterator that we know nothing of
-        except (TensorDedupError, OSError, RuntimeError):
+        except (TensorDedupError, OSError, RuntimeError, ValueError, TypeError, LookupError):
             return None  # met again on the ordinary way, which says it
         held = PLANS.find(self.head.with_contents(found))
         return None if held is None else (held, found)

@@ -562,6 +562,15 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     ),
     *(
         VllmSeam(
+            f"{module}:default_weight_loader",
+            "loader",
+            "read for the key of a load plan: the function that loads most parameters",
+            "(param, loaded_weight)",
+        )
+        for module in (f"{_LOADERS}.weight_utils", "vllm.model_executor.models.utils")
+    ),
+    *(
+        VllmSeam(
             f"vllm.distributed.parallel_state:{name}",
             "loader",
             "called for the key of a load plan: this process's rank in the group, and its size",

@@ -14,6 +14,8 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.model_loader import weight_utils
+from vllm.model_executor.models import utils as model_utils
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
 import tensor_dedup
@@ -127,6 +129,19 @@ def with_other_loading_code() -> AbstractContextManager[Any]:
     return mock.patch.object(LlamaForCausalLM, "load_weights", other)
 
 
+def with_another_default_loader() -> AbstractContextManager[Any]:
+    load = weight_utils.default_weight_loader
+
+    def other(parameter: torch.Tensor, weight: torch.Tensor) -> None:
+        load(parameter, weight)
+
+    return mock.patch.object(model_utils, "default_weight_loader", other)
+
+
+def with_another_class_attribute() -> AbstractContextManager[Any]:
+    return mock.patch.object(LlamaForCausalLM, "embedding_modules", {"embed_tokens": "input"})
+
+
 def as_second_rank() -> AbstractContextManager[Any]:
     return loads.as_rank("dp", 1, 2)
 
@@ -146,6 +161,8 @@ def with_other_threads() -> AbstractContextManager[Any]:
         pytest.param({}, in_environment, id="environment"),
         pytest.param({}, with_another_attribute, id="attribute of a module"),
         pytest.param({}, with_other_loading_code, id="loading code"),
+        pytest.param({}, with_another_default_loader, id="loader of most parameters"),
+        pytest.param({}, with_another_class_attribute, id="attribute of a class"),
         pytest.param({}, as_second_rank, id="rank"),
         pytest.param({}, with_other_threads, id="threads"),
     ],

@@ -30,6 +30,8 @@ HOLDERS = {
     "vllm.model_executor.layers:utils",
     "vllm.model_executor.model_loader:default_loader",
     "vllm.model_executor.model_loader:utils",
+    "vllm.model_executor.model_loader:weight_utils",
+    "vllm.model_executor.models:utils",
 }
 
 

@@ -4,6 +4,7 @@ import enum
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,15 @@ def test_a_head_tells_models_apart(change: Callable[[Any], None]) -> None:
     assert before.digest == Head.of(Model()).digest
     change(model)
     assert Head.of(model).digest != before.digest
+
+
+def test_an_object_that_loads_weights_is_refused() -> None:
+    """It might hold the model, which the plan would then keep alive."""
+    model = Layer()
+    assert Head.of(model).digest == Head.of(Layer()).digest
+    model.weight.weight_loader = partial(print)  # type: ignore[attr-defined]
+    with pytest.raises(UndescribedError, match="partial"):
+        Head.of(model)
 
 
 def test_a_head_is_that_of_its_inputs_too() -> None:
