@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.loader.checkpoint_io.sources import Columns, Read, Reread
+    from tensor_dedup.loader.checkpoint_io.sources import Read, Reread
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
     from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
     from tensor_dedup.store.reading.checkpoint import StoredFile as Stored
@@ -165,18 +165,9 @@ class StoreBackedSource(SourceFile):
         self._known = {s.spec.name: s.digest for s in self.tensors.values() if s.digest}
         stored_files.expect(self._known.values())
 
-    def part(
-        self,
-        source: SourceTensor,
-        start: int,
-        nbytes: int,
-        shape: tuple[int, ...],
-        columns: Columns | None = None,
-    ) -> SourceTensor | None:
-        """Return a part of `source` as in `SourceFile.part`, or None if the store may have it."""
-        if source.spec.name in self._known:
-            return None
-        return super().part(source, start, nbytes, shape, columns)
+    def has_parts(self, source: SourceTensor) -> bool:
+        """Return whether `part` may be called for `source`: not if the store may have it."""
+        return source.spec.name not in self._known
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from byte `offset` on. Safe from any thread.
@@ -239,8 +230,9 @@ class StoredSource(SourceFile):
         self.header = parse_header(_header(checkpoint, file), file.nbytes, str(path))
         self.tensors = {spec.name: self._source(spec, trust) for spec in self.header.tensors}
 
-    def part(self, *_: object) -> None:
-        """Return None: the store knows and verifies whole tensors."""
+    def has_parts(self, source: SourceTensor) -> bool:
+        """Return False: the store knows and verifies whole tensors."""
+        return False
 
     def _source(self, spec: TensorSpec, trust: bool) -> SourceTensor:
         if not spec.nbytes or not trust:

@@ -243,6 +243,14 @@ class SourceFile:
             source = self.tensors[name if member is None else member.held_by]
             yield name, source, None if member is None else placed(member, source.spec)
 
+    def has_parts(self, source: SourceTensor) -> bool:
+        """Return whether `part` may be called for `source`, a tensor of this file.
+
+        Subclasses return False for a tensor that is read from a store, which knows and verifies it
+        as a whole.
+        """
+        return True
+
     def part(
         self,
         source: SourceTensor,
@@ -250,13 +258,12 @@ class SourceFile:
         nbytes: int,
         shape: tuple[int, ...],
         columns: Columns | None = None,
-    ) -> SourceTensor | None:
+    ) -> SourceTensor:
         """Return `nbytes` bytes of `source`, from its byte `start` on, as a tensor of its own.
 
         With `columns`, these are columns of all its rows, and `start` lies in the first row.
         `source` is a tensor of this file and no part itself; the result has its name and dtype, and
-        the given `shape`. Its digest is that of its own bytes. Subclasses return None for a tensor
-        that is read from a store, which knows and verifies it as a whole.
+        the given `shape`. Its digest is that of its own bytes.
         """
         whole = source.spec
         spec = TensorSpec(whole.name, whole.dtype, shape, whole.start + start, nbytes)

@@ -44,7 +44,7 @@ def narrow_sources(views: Sequence[View]) -> None:
     - A recipe uses all of it, parts that overlap or are of both kinds, or any other elements.
     - One of `views` is a view of it whose strides have gaps. The parameter has the same strides.
     - It was read already.
-    - Its file cannot give a part a digest of its own (`SourceFile.part`).
+    - Its file cannot give a part a digest of its own (`SourceFile.has_parts`).
 
     Call this once, for all views of a load, before anything else is asked about their recipes.
     """
@@ -62,7 +62,7 @@ def narrow_sources(views: Sequence[View]) -> None:
 def _narrow(storage: VirtualStorage, mentions: Sequence[View]) -> bool:
     source = storage.source
     assert source is not None
-    if storage.writes or (source.digest is not None and not source.hinted):
+    if not _may_have_parts(storage, source, mentions):
         return False
     shapes: dict[_Part, tuple[int, ...]] = {}
     places: list[tuple[View, _Part]] = []
@@ -82,8 +82,6 @@ def _narrow(storage: VirtualStorage, mentions: Sequence[View]) -> bool:
     parts: dict[_Part, VirtualStorage] = {}
     for part in found:
         made = source.file.part(source, part.start, part.nbytes, shapes[part], part.columns)
-        if made is None:
-            return False
         parts[part] = VirtualStorage(
             ExpressionKind.SOURCE, part.nbytes, storage.untyped, source=made
         )
@@ -91,6 +89,16 @@ def _narrow(storage: VirtualStorage, mentions: Sequence[View]) -> bool:
         mention.storage, mention.offset = parts[part], 0
         mention.stride = _packed(mention.shape)
     return True
+
+
+def _may_have_parts(
+    storage: VirtualStorage, source: SourceTensor, mentions: Sequence[View]
+) -> bool:
+    """Return False if `source` is left as it is, whatever parts there may be."""
+    if any(each.numel * each.dtype.itemsize == storage.nbytes for each in mentions):
+        return False  # nearly all there are without ranks
+    was_read = source.digest is not None and not source.hinted
+    return not storage.writes and not was_read and source.file.has_parts(source)
 
 
 def _part(view: View, source: SourceTensor) -> _Part | None:

@@ -66,17 +66,13 @@ def remember(index: HintIndex, file: SourceFile, digests: dict[tuple[int, int], 
 
 def rows(file: SourceFile) -> SourceTensor:
     """The upper half of `w`, whose place and size are those of its left half."""
-    part = file.part(file.tensors["w"], 0, W.nbytes // 2, (4, 6))
-    assert part is not None
-    return part
+    return file.part(file.tensors["w"], 0, W.nbytes // 2, (4, 6))
 
 
 def columns(file: SourceFile, start: int = 0) -> SourceTensor:
     """Three columns of `w`."""
     cut = Columns(3 * SIZE, 6 * SIZE)
-    part = file.part(file.tensors["w"], start * SIZE, W.nbytes // 2, (8, 3), cut)
-    assert part is not None
-    return part
+    return file.part(file.tensors["w"], start * SIZE, W.nbytes // 2, (8, 3), cut)
 
 
 def read(source: SourceTensor) -> bytes:
@@ -262,7 +258,6 @@ def test_columns_have_leaves_which_are_not_remembered(tmp_path: Path) -> None:
         part = file.part(
             file.tensors["w"], 0, wide.nbytes * 3 // 4, (1024, 768), Columns(3072, 4096)
         )
-        assert part is not None
         data = read(part)
         assert data == deferring.raw(wide[:, :768])
         wanted = [digest(data[at : at + LEAF_BYTES]) for at in range(0, len(data), LEAF_BYTES)]
