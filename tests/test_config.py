@@ -245,6 +245,29 @@ def test_a_remote_holds_no_credential(url: str) -> None:
     assert "hidden" not in str(caught.value)
 
 
+def test_a_store_that_is_a_remote_is_your_own_with_that_remote_behind_it() -> None:
+    url = "s3://bucket/policy"
+    config = TensorDedupConfig(store=url)
+    assert (config.store, config.store_folder, config.remote) == (True, None, url)
+    assert config == TensorDedupConfig(store=True, remote=url)
+    assert config == TensorDedupConfig(store=url, remote=url)
+    assert TensorDedupConfig.from_any(config.to_dict()) == config
+    assert TensorDedupConfig(store="file:///folder").remote == "file:///folder"
+    for folder in ("policy", "/s3/policy", "./s3:/policy"):
+        assert TensorDedupConfig(store=folder).store_folder == folder
+    # Of a mistyped one nobody makes a folder; what opens the remote says what is wrong with it.
+    assert TensorDedupConfig(store="s3:/bucket/policy").remote == "s3:/bucket/policy"
+    with pytest.raises(ConfigError, match=r"^remote is 's3://bucket/other'; store names another"):
+        TensorDedupConfig(store=url, remote="s3://bucket/other")
+    for secret in ("s3://key:hidden@bucket/x", "https://host/x?token=hidden"):
+        with pytest.raises(ConfigError, match=r"^store: .*environment") as caught:
+            TensorDedupConfig(store=secret)
+        assert "hidden" not in str(caught.value)
+        with pytest.raises(ConfigError, match=r"^remote: .*environment") as caught:
+            TensorDedupConfig(store=url, remote=secret)
+        assert "hidden" not in str(caught.value)
+
+
 def test_every_algorithm_can_be_configured_and_computed() -> None:
     assert HASH_ALGORITHMS == ALGORITHMS
 

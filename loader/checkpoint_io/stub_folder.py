@@ -18,6 +18,7 @@ import msgspec
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.settings import cache_folder, remote_url
+from tensor_dedup.store.format.names import check_name, run_of_latest
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.types import STORE_SCHEME
@@ -96,8 +97,10 @@ def resolve(
 
     Returns both as a `Checkout`. `store` is the path of the store, or None for the user's default
     one. A checkpoint that the store does not have is pulled from `remote`, which defaults to the
-    remote that the environment or a configuration file names. With `folders`, weights files in
-    subfolders are accepted, as in a pipeline.
+    remote that the environment or a configuration file names. The latest step of a run,
+    `store://RUN@latest`, is looked up there, too, or in the store if there is no remote; the URL of
+    the result names the step. With `folders`, weights files in subfolders are accepted, as in a
+    pipeline.
 
     Raises:
         RemoteError: The remote cannot be used.
@@ -106,12 +109,18 @@ def resolve(
     """
     there = remote_url(remote)
     opened = LocalStore.open(store, create=there is not None)
-    if there is not None and opened.manifest(name := url.removeprefix(STORE_SCHEME)) is None:
+    name = check_name(url.removeprefix(STORE_SCHEME))
+    opened.hold_step(name)  # first: from here on it stays if it is there
+    is_latest = run_of_latest(name) is not None
+    if is_latest or (there is not None and opened.manifest(name) is None):
         # Here, not above: a load of what is in the store imports nothing of remotes.
-        from tensor_dedup.remote.on_demand import pull_missing
+        from tensor_dedup.remote.on_demand import fetch_latest, pull_missing
 
-        pull_missing(opened, name, there)
-    return check_out(opened, url, folders=folders)
+        if is_latest:
+            name = fetch_latest(opened, name, there)
+        else:
+            pull_missing(opened, name, there)
+    return check_out(opened, STORE_SCHEME + name, folders=folders)
 
 
 def _read_by_engines(checkpoint: StoredCheckpoint) -> list[StoredFile]:

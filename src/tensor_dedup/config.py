@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.suggestions import nearest
+from tensor_dedup.types import is_url
 
 HashAlgorithm = Literal["blake3", "blake2b", "xxh3_128", "xxhash64"]
 CpuWeights = Literal["packed", "plain"]
@@ -104,7 +105,8 @@ class TensorDedupConfig:
             processes, too. "auto" uses the manager at the default path. If none answers there, one
             is started, which ends after ten idle minutes. None shares inside this process only.
         store: The store that known digests and `store://` checkpoints are read from. The value is
-            its folder, True for your own store, or None for no store.
+            its folder, True for your own store, or None for no store. The URL of a remote, such as
+            "s3://bucket/models", means your own store and that URL as `remote`.
         store_writes: Whether tensors that were read from files are also put into `store`.
         remote: The URL of the remote that a `store://` checkpoint is pulled from when it is not in
             the store. If None, the URL is that of the environment variable TENSOR_DEDUP_REMOTE, or
@@ -168,13 +170,26 @@ class TensorDedupConfig:
             object.__setattr__(self, "store", fspath(self.store))
         named = isinstance(self.store, str) and self.store
         if self.store is not None and self.store is not True and not named:
-            raise _wrong("store", self.store, "give True (your own store), a folder, or None")
+            advice = "give True (your own store), a folder, the URL of a remote, or None"
+            raise _wrong("store", self.store, advice)
+        if isinstance(self.store, str) and is_url(self.store):
+            self._take_remote(self.store)
         _check_type("store_writes", self.store_writes, bool)
         if self.store_writes and self.store is None:
             raise _wrong("store_writes", True, "say where to: set store to True or to a folder")
         if self.store is not None and self.hash_algorithm != "blake3":
             advice = "a store names bytes by blake3: leave hash_algorithm 'blake3', or drop store"
             raise _wrong("hash_algorithm", self.hash_algorithm, advice)
+
+    def _take_remote(self, url: str) -> None:
+        """Let `url`, which was given as the store, be the remote behind the user's own store."""
+        _check_secret("store", url)
+        if self.remote is not None and fspath(self.remote) != url:
+            advice = "store names another remote; give a folder or True as store, or drop remote"
+            _check_secret("remote", fspath(self.remote))
+            raise _wrong("remote", self.remote, advice)
+        object.__setattr__(self, "store", True)
+        object.__setattr__(self, "remote", url)
 
     def _check_remote(self) -> None:
         if isinstance(self.remote, PathLike):
@@ -183,12 +198,7 @@ class TensorDedupConfig:
             return
         if not isinstance(self.remote, str) or not self.remote:
             raise _wrong("remote", self.remote, "give a URL such as 's3://bucket/models', or None")
-        if _may_hold_secret(self.remote):  # and then no message may show it
-            raise ConfigError(
-                "remote: a user, a password or a query in a URL may be a secret, and a config is "
-                "logged; give the URL without, and put keys into the environment",
-                field="remote",
-            )
+        _check_secret("remote", self.remote)
 
     def _check_manager(self) -> None:
         if isinstance(self.memory_manager, PathLike):
@@ -302,6 +312,15 @@ def _check_share(name: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0.0 <= (share := cast("float", value)) <= 1.0 or math.isnan(share):
         raise _wrong(name, value, "give a share between 0.0 and 1.0")
+
+
+def _check_secret(name: str, url: str) -> None:
+    if _may_hold_secret(url):  # and then no message may show it
+        raise ConfigError(
+            f"{name}: a user, a password or a query in a URL may be a secret, and a config is "
+            "logged; give the URL without, and put keys into the environment",
+            field=name,
+        )
 
 
 def _may_hold_secret(url: str) -> bool:

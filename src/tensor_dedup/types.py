@@ -1,5 +1,6 @@
-"""Value types that the whole package uses, and the URL scheme of stored checkpoints. No torch."""
+"""Value types of the whole package, and the URLs of stored checkpoints and remotes. No torch."""
 
+import re
 from dataclasses import dataclass
 from os import PathLike
 from typing import Final
@@ -8,6 +9,19 @@ from typing import Final
 StrPath = str | PathLike[str]
 # A checkpoint in a store, where a path could stand, too: `store://NAME`.
 STORE_SCHEME: Final = "store://"
+# A scheme with less than two slashes behind it would else be a folder of that name.
+_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
+
+
+def is_url(text: str) -> bool:
+    """Return whether `text` is meant as a URL and not as a path, even if mistyped (`s3:/...`)."""
+    return "://" in text or mistyped_scheme(text) is not None
+
+
+def mistyped_scheme(text: str) -> str | None:
+    """Return the scheme of a URL in which slashes are missing, as `s3:` of `s3:/...`, or None."""
+    found = _MISTYPED.match(text)
+    return None if found is None else found[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,7 @@ GERUNDS = {
     "naming": "what tensors are called",
     "offloading": "a term of the field",
     "planning": "a term of the field",
+    "publishing": "a term of the field",
     "reading": "a term of the field",
     "encoding": "a term of the field",
     "training": "a term of the field",

@@ -38,12 +38,11 @@ from tensor_dedup.remote.oci.artifact import Artifact, default_name, is_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
-from tensor_dedup.remote.urls import is_url
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import check_name, marked_by
 from tensor_dedup.text_table import human
-from tensor_dedup.types import STORE_SCHEME
+from tensor_dedup.types import STORE_SCHEME, is_url
 
 _DIGITS: Final = 12  # of a digest
 # What has to be tidied up after Ctrl-C takes less, and what waits for a server may take more.

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from tensor_dedup.errors import StoreError
@@ -213,16 +214,18 @@ def _transfer(objects: Objects, index: StoreIndex, hasher: Hasher) -> Transfer:
 def _manifest(bucket: Bucket, objects: Objects, name: str, manifest: str) -> RemoteManifest:
     """Read the manifest of a checkpoint and its pages, from here where they are here."""
 
-    def here(part: str) -> bytes | None:
-        path = objects.layout.manifest(part)
-        try:
-            blob = objects.read(path)
-            manifests.check_object(part, blob, path)
-        except (MissingObjectError, DamagedFileError):
-            return None
-        return blob
+    return read_manifest(bucket, name, manifest, partial(manifest_here, objects))
 
-    return read_manifest(bucket, name, manifest, here)
+
+def manifest_here(objects: Objects, name: str) -> bytes | None:
+    """Return the bytes of a manifest, or of a page of one, that a store has intact, else None."""
+    path = objects.layout.manifest(name)
+    try:
+        blob = objects.read(path)
+        manifests.check_object(name, blob, path)
+    except (MissingObjectError, DamagedFileError):
+        return None
+    return blob
 
 
 def _sizes(found: RemoteManifest) -> dict[bytes, int]:

@@ -33,6 +33,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.steps import followed
 from tensor_dedup.store.steps.runs import check_no_step
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.writing.transfer import Transfer
@@ -92,13 +93,24 @@ def pull(
     replace: bool = False,
     progress: TransferListener | None = None,
     dry_run: bool = False,
+    follows: bool = False,
 ) -> TransferResult:
     """Pull the checkpoint `name`, or all steps of the run `name`, from the remote at `url`.
 
     `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
-    take the place of another checkpoint in `store`. Errors are those of `tensor_dedup.Store.pull`.
+    take the place of another checkpoint in `store`. Unless the caller `follows` the run, programs
+    that do so no longer delete the step. Errors are those of `tensor_dedup.Store.pull`.
     """
     options = _Options(progress or SilentTransfer(), replace, dry_run)
+    result = _pull(store, url, name, options)
+    if not dry_run and not follows:
+        with store.handle.translated():
+            for each in result.names:
+                followed.forget(store.handle.objects, each)
+    return result
+
+
+def _pull(store: LocalStore, url: RemoteLike, name: str, options: _Options) -> TransferResult:
     if oci.is_artifact(url):
         return _pull_artifact(store, str(url), name, options)
     remote, other = _opened(store, url)
@@ -108,8 +120,8 @@ def pull(
     refs, handle = remote.refs_of(check_name(name)), store.handle
     results = pull_checkpoints(
         *(remote.bucket, refs, handle.objects, handle.session, options.progress),
-        replace=replace,
-        dry_run=dry_run,
+        replace=options.replace,
+        dry_run=options.dry_run,
     )
     nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
     wire, requests = nbytes - before[0], calls - before[1]

@@ -11,19 +11,13 @@ from tensor_dedup.remote.errors import RemoteUrlError
 from tensor_dedup.remote.folder_bucket import FolderBucket
 from tensor_dedup.store.files import Files
 from tensor_dedup.suggestions import install_hint
+from tensor_dedup.types import mistyped_scheme
 
 _SERVERS: Final = ("s3", "gs", "az")
 _WEB: Final = ("http", "https")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
-# A scheme with less than two slashes behind it would else be a folder of that name.
-_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 # Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
 _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
-
-
-def is_url(text: str) -> bool:
-    """Return whether `text` is meant as a URL and not as a path, even if mistyped (`s3:/...`)."""
-    return "://" in text or _MISTYPED.match(text) is not None
 
 
 def open_bucket(url: str, files: Files) -> Bucket:
@@ -38,8 +32,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
             an unusable value.
     """
     scheme, colon, _ = url.partition("://")
-    if (mistyped := _MISTYPED.match(url)) is not None:
-        raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
+    if (mistyped := mistyped_scheme(url)) is not None:
+        raise RemoteUrlError.at(f"{mistyped}...", "it is no URL, for two slashes are missing")
     if not colon:
         return _folder(url, files)
     try:

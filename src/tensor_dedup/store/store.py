@@ -337,6 +337,17 @@ class LocalStore:
         with self.handle.locked():
             return describe_all(self.handle.objects, run)
 
+    def hold_step(self, name: str) -> None:
+        """Keep the step `name` of a run from being deleted by programs that follow the run.
+
+        A process holds the two steps of each run for which this was called last, until it ends.
+        Nothing happens if `name` is no step that such a program has pulled: they delete no other.
+        """
+        from tensor_dedup.store.steps import followed
+
+        with self.handle.translated():
+            followed.hold(self.handle.objects, name)
+
     def run_stats(self, run: str | None = None) -> "RunStats":
         """Return the number of tensors in `run` and their size on disk. No tensor data is read.
 

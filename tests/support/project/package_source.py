@@ -34,7 +34,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"memory_manager", "store"}),
     frozenset({"remote"}),
     frozenset({"loader", "training"}),
-    frozenset({"analyze"}),
+    frozenset({"analyze", "publishing"}),
     frozenset({"patches"}),
     frozenset({"planning"}),
     frozenset({"integrations"}),
@@ -68,10 +68,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "remote": (
         *("errors", "environment", "layout", "buckets", "answers", "folder_bucket"),
         *("server_bucket", "urls"),
-        *("lease", "results", "catalog", "conditions", "loads", "manifests", "pieces", "locate"),
+        *("lease", "results", "catalog", "conditions", "loads", "manifests", "run_steps"),
+        *("pieces", "locate"),
         *("push", "pull", "inventory", "sweep", "verify", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),
     ),
+    "publishing": ("subscriber",),
     "loader": (
         *(
             "report",

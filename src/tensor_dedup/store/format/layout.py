@@ -17,6 +17,7 @@ TIERS = "tiers"
 WRITERS = "writers"
 RENAMING = "renaming"
 RENAMED = "renamed"
+FOLLOWED = "followed"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
@@ -119,6 +120,11 @@ class StoreLayout:
     def renamed(self) -> Path:
         """The folder of notes about renamed runs, one file for each old name."""
         return self.root / RENAMED
+
+    @cached_property
+    def followed(self) -> Path:
+        """The folder of notes about steps that were pulled as the latest of their run."""
+        return self.root / FOLLOWED
 
     @cached_property
     def index(self) -> Path:

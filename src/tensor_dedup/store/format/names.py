@@ -24,6 +24,8 @@ _UNFIT = re.compile(r"[^A-Za-z0-9._@+=-]+")
 # Eighteen digits fit everywhere; nobody counts further.
 STEP_FORM = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<mark>@keep)?", re.DOTALL)
 MARK = "@keep"
+# Behind the name of a run: the step that was saved last.
+LATEST = "@latest"
 _GGUF_PART = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB = re.compile(r"models--(?P<name>.+)")
 _MARKED = 8  # digits of a digest in a name
@@ -67,6 +69,11 @@ def marked_by(name: str) -> str | None:
     """Return the name of the step that the mark `name` keeps, or None if `name` is no mark."""
     found = STEP_FORM.fullmatch(name)
     return name.removesuffix(MARK) if found is not None and found["mark"] else None
+
+
+def run_of_latest(name: str) -> str | None:
+    """Return RUN if `name` is RUN@latest, the step of RUN that was saved last, else None."""
+    return name.removesuffix(LATEST) or None if name.endswith(LATEST) else None
 
 
 def name_of(path: Path) -> str:

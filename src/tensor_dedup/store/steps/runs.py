@@ -54,6 +54,7 @@ from tensor_dedup.store.steps.errors import (
 from tensor_dedup.store.steps.notes import Notes, content_name, shown
 from tensor_dedup.store.steps.retention import Goals
 from tensor_dedup.store.steps.sequence import next_sequence
+from tensor_dedup.suggestions import perhaps
 
 _log = logging.getLogger(__name__)
 _LARGEST = 10**18 - 1
@@ -541,6 +542,26 @@ def _same_ending(one: str, other: str) -> int:
     """How many characters at the ends of two names are the same."""
     pairs = zip(reversed(one), reversed(other), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def latest_step(objects: Objects, run: str) -> StepName:
+    """Return the step of `run` that was saved last, as `CheckpointStore.latest` does.
+
+    Call it inside `with locks.session(...):`.
+
+    Raises:
+        UnknownNameError: The store has no step of the run.
+    """
+    before = None
+    numbers = step_numbers(objects, check_run(run))
+    order: list[int] = []
+    while numbers != before:  # a retention may delete the latest step when a later one has come
+        order = in_save_order(StepOrder(objects, run).places())
+        before, numbers = numbers, step_numbers(objects, run)
+    if not order:
+        what = f"no step of a run {run!r}{perhaps(run, run_names(objects))}"
+        raise UnknownNameError.at(objects.layout.root, what, name=run, run=run)
+    return StepName(run, order[-1], kept=False)
 
 
 class StepOrder:

@@ -11,14 +11,12 @@ written.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import layout, transfer
-from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.conditions import check_remote, prepare
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
@@ -26,22 +24,19 @@ from tensor_dedup.remote.errors import (
     MissingRemoteError,
     RemoteNameTakenError,
 )
-from tensor_dedup.remote.manifests import list_refs, read_content
 from tensor_dedup.remote.pull import open_pulled
 from tensor_dedup.remote.push import NameGuard, refer
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import SilentTransfer
-from tensor_dedup.remote.urls import is_url
+from tensor_dedup.remote.run_steps import RemoteSteps
 from tensor_dedup.store.errors import (
     BadNameError,
     CorruptTensorError,
     MissingObjectError,
-    NewerFormatError,
     NoStoreError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
-from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
@@ -49,13 +44,11 @@ from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,
 )
-from tensor_dedup.store.steps.notes import Notes, content_name
 from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
     kept_steps,
-    parse_step_name,
     step_name,
     step_numbers,
 )
@@ -63,39 +56,10 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training.tiers.plan import TierContent
 from tensor_dedup.training.tiers.second_tier import OutdatedError, SecondTier, StoreTier
 from tensor_dedup.training.tiers.tier_identity import other_tier, tier_note
+from tensor_dedup.types import is_url
 
 _log = logging.getLogger(__name__)
-_UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Described:
-    """What the manifest of a name says: its notes, None where no run made it, and its size.
-
-    `content` is its `content_name`.
-    """
-
-    notes: Notes | None
-    nbytes: int
-    content: str
-
-    @classmethod
-    def of(cls, content: Manifest) -> "_Described":
-        return cls(Notes.from_texts(content.notes), content.nbytes, content_name(content))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ref:
-    """A reference as it was listed: what it leads to, and when it was written.
-
-    `state` is the name of the manifest or, of a damaged reference, something else that changes when
-    it does. `modified` is 0 where it was not listed.
-    """
-
-    state: str
-    damaged: bool
-    modified: float
 
 
 class RemoteTier:
@@ -122,9 +86,7 @@ class RemoteTier:
         """
         self._bucket, self._fast, self._run = remote.bucket, fast, order.run
         self.where = remote.url
-        # Manifests never change. A reference is read again when it is listed with another state.
-        self._manifests: dict[str, _Described] = {}
-        self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
+        self._there = RemoteSteps(self._bucket, order.run)
         # Where its marker alone is lost, it is that tier, and `prepare` says what to do.
         if (
             note is not None
@@ -167,89 +129,18 @@ class RemoteTier:
 
     def content(self) -> TierContent:
         # docstring inherited
-        steps, kept = self._listed()
-        places, taken, unreadable = dict[int, StepPlace](), set[int](), dict[int, _Ref]()
-        for step, ref in steps.items():
-            place = self._place_of(step, ref)
-            if place is None:
-                taken.add(step)
-            elif place.readable:
-                places[step] = place
-            else:
-                unreadable[step] = ref
-        # As in a store: such a step comes behind the last one that is dated no later.
-        dated = [(steps[step].modified, place.sequence) for step, place in places.items()]
-        for step, ref in unreadable.items():
-            before = (sequence for when, sequence in dated if when <= ref.modified)
-            places[step] = StepPlace(max(before, default=0), ref.state, None)
-        return TierContent({step: places[step] for step in sorted(places)}, kept, taken)
-
-    def _listed(self) -> tuple[dict[int, _Ref], set[int]]:
-        """The references of the run's steps, whose manifests are read, and the steps with marks."""
-        listed = list_refs(self._bucket, self._run)
-        parsed = {name: step for name in listed if (step := parse_step_name(name)) is not None}
-        found = {name: listed[name] for name, step in parsed.items() if step.run == self._run}
-        new = [name for name, status in found.items() if self._known(name) != status]
-        read = self._bucket.each(lambda name: self._ref(name, found[name].modified), new)
-        for name, ref in zip(new, read, strict=True):
-            self._refs[name] = (found[name], ref)
-        steps, kept = dict[int, _Ref](), set[int]()
-        for name in found:
-            ref = self._refs[name][1]
-            if ref is not None and parsed[name].kept:
-                kept.add(parsed[name].step)
-            elif ref is not None:
-                steps[parsed[name].step] = ref
-        for _ in self._bucket.each(self._described, {ref.state for ref in steps.values()}):
-            pass
-        return steps, kept
-
-    def _known(self, name: str) -> ObjectStatus | None:
-        return self._refs[name][0] if name in self._refs else None
-
-    def _ref(self, name: str, modified: float = 0.0) -> _Ref | None:
-        """Read a reference as it is now; None if there is none, or the name was deleted."""
-        key = layout.ref_key(name)
-        found = self._bucket.get(key, layout.TEXT_BYTES)
-        if found is None:
-            return None
-        try:
-            manifest = layout.referred(found[0], name, self._bucket.at(key))
-        except _UNREADABLE:
-            return _Ref(layout.damaged_state(found[1]), True, modified)
-        return None if manifest is None else _Ref(manifest, False, modified)
-
-    def _described(self, manifest: str) -> _Described | None:
-        """What a manifest says; None if it cannot be read, or is none."""
-        if manifest not in self._manifests:
-            try:
-                _, content = read_content(self._bucket, manifest)
-            except _UNREADABLE:
-                return None
-            self._manifests[manifest] = _Described.of(content)
-        return self._manifests[manifest]
-
-    def _place_of(self, step: int, ref: _Ref) -> StepPlace | None:
-        """The place of a step, first among all where it cannot be read; None if it is none."""
-        described = None if ref.damaged else self._described(ref.state)
-        if described is None:
-            return StepPlace(0, ref.state, None)
-        notes = described.notes
-        if notes is None or (notes.run, notes.step) != (self._run, step):
-            return None
-        return StepPlace(notes.sequence, ref.state, ref.state, described.content)
+        found = self._there.content()
+        return TierContent(found.places, found.refs.kept, found.taken)
 
     def place(self, step: int) -> StepPlace | None:
         # docstring inherited
-        ref = self._ref(step_name(self._run, step))
-        return None if ref is None else self._place_of(step, ref)
+        return self._there.place(step)
 
     def described(self) -> list[Step]:
         # docstring inherited
-        steps, kept = self._listed()
-        found = []
-        for step, ref in sorted(steps.items()):
-            place, described = self._place_of(step, ref), self._manifests.get(ref.state)
+        refs, found = self._there.listed(), []
+        for step, ref in sorted(refs.steps.items()):
+            place, described = self._there.place_of(step, ref), self._there.known(ref.state)
             if place is not None and described is not None and described.notes is not None:
                 notes = described.notes
                 found.append(
@@ -261,7 +152,7 @@ class RemoteTier:
                         notes.adapter,
                         dict(notes.metrics),
                         described.nbytes,
-                        step in kept,
+                        step in refs.kept,
                         notes.saved or int(ref.modified),
                         notes.goals,
                     )
@@ -274,7 +165,7 @@ class RemoteTier:
             name = step_name(self._run, step, kept=True)
         except BadNameError:  # too long a name for any file: nothing can keep the step
             return False
-        return self._ref(name) is not None
+        return self._there.ref(name) is not None
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
         # docstring inherited; a name on the fast tier could come back after it was deleted there
@@ -323,7 +214,7 @@ class RemoteTier:
         except (CorruptTensorError, MissingObjectError):
             guard.check_near()  # else it was deleted, and gc has taken what it was
             raise
-        self._manifests[outgoing.manifest] = _Described.of(content)
+        self._there.learn(outgoing.manifest, content)
 
     def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
@@ -361,8 +252,8 @@ class RemoteTier:
     def check_mark(self, step: int) -> None:
         # docstring inherited
         name = step_name(self._run, step, kept=True)
-        ref = self._ref(name)
-        described = None if ref is None or ref.damaged else self._described(ref.state)
+        ref = self._there.ref(name)
+        described = None if ref is None or ref.damaged else self._there.described(ref.state)
         if described is not None and (described.notes is None or described.notes.run != self._run):
             what = f"{name!r} keeps no step of the run {self._run!r}"
             raise NotATrainingError.at(self.where, what, name=name, run=self._run, step=step)
@@ -381,8 +272,8 @@ class RemoteTier:
             what = f"the step {step} of {self._run!r} is kept"
             raise KeptStepError.at(self.where, what, **facts)
         name = step_name(self._run, step)
-        ref = self._ref(name)
-        if ref is not None and self._place_of(step, ref) is None:
+        ref = self._there.ref(name)
+        if ref is not None and self._there.place_of(step, ref) is None:
             raise NotATrainingError.at(self.where, f"{name!r} is no step of this run", **facts)
 
     def remove(self, step: int, check_writer: Callable[[], None]) -> bool:

@@ -1,0 +1,1 @@
+"""Publish the steps of a training, and follow them from other machines."""
