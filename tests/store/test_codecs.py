@@ -89,25 +89,34 @@ def _streams(family: str, width: int, data: Sequence[int], base: Sequence[int]) 
         return _planes([_folded(word, width) for word in moved], width)
     if family == "sparse":
         where = [n for n, word in enumerate(xor) if word]
-        changes = _planes([xor[n] for n in where], width)
-        return [struct.pack("<I", len(data)), *_planes(_gaps(where), 4), *changes]
+        changes = [_folded(moved[n], width) - 1 for n in where]
+        lowest = [change % 2 for change in changes] + [0] * (-len(changes) % 8)
+        signs = [
+            sum(bit << n for n, bit in enumerate(lowest[at : at + 8]))
+            for at in range(0, len(lowest), 8)
+        ]
+        sizes = _planes([change // 2 for change in changes], width)
+        return [struct.pack("<I", len(data)), _places(where), bytes(signs), *sizes]
     most = 128 if family == "step" else 8
     where = [n for n, word in enumerate(moved) if most <= word < whole - most]
     if family == "step":
         small = bytes(word % 256 for word in moved)
-        large = [moved[n] for n in where]
     else:
         half = [(word + 8) % 16 for word in moved] + [0] * (len(moved) % 2)
         small = bytes(
             low | high << 4
             for low, high in zip(half[: len(half) // 2], half[len(half) // 2 :], strict=True)
         )
-        large = [_folded(moved[n], width) for n in where]
-    return [small, *_planes(_gaps(where), 4), *_planes(large, width)]
+    return [small, _places(where), *_planes([_folded(moved[n], width) for n in where], width)]
 
 
-def _gaps(places: Sequence[int]) -> list[int]:
-    return [place - before - 1 for before, place in zip([-1, *places], places, strict=False)]
+def _places(places: Sequence[int]) -> bytes:
+    stream, before = b"", -1
+    for place in places:
+        skips, last = divmod(place - before - 1, 255)
+        stream += bytes(skips) + bytes([last + 1])
+        before = place
+    return stream
 
 
 @pytest.mark.parametrize("count", [1, 6, 1501])
@@ -135,6 +144,41 @@ def test_few_changes_are_stored_alone() -> None:
     data = bytearray(base := random.Random(4).randbytes(60_000))
     data[100:104] = b"\0\1\2\3"
     assert _chosen(bytes(data), base, 4) == "sparse4"
+
+
+@pytest.mark.parametrize("apart", [40, 300, 3000])
+def test_a_short_sample_does_not_hide_that_few_differ(apart: int) -> None:
+    dice = random.Random(7)
+    base = [dice.randrange(10_000, 50_000) for _ in range(16_000)]
+    moved = {dice.randrange(len(base)) for _ in range(len(base) // apart)}
+    data = [word + dice.choice([-1, 1]) * (n in moved) for n, word in enumerate(base)]
+    new, old = (struct.pack("<16000H", *words) for words in (data, base))
+    assert new != old
+    assert _chosen(new, old, 2) == "sparse2"
+
+
+@pytest.mark.parametrize("places", [[0], [254], [255], [256], [0, 1, 599], [509, 511, 2**17]])
+def test_places_far_apart_come_back(places: Sequence[int]) -> None:
+    base = bytes(2**18 + 2)
+    data = bytearray(base)
+    for place in places:
+        data[2 * place] = 1
+    for codec in (CODECS["sparse2"], CODECS["nibble2"], CODECS["step2"]):
+        out = bytearray(len(data))
+        blob = codec.encode(memoryview(data), memoryview(base), "entropy")
+        codec.decode(memoryview(blob), memoryview(base), memoryview(out))
+        assert out == data
+
+
+def test_a_place_behind_the_last_word_is_refused() -> None:
+    streams = [struct.pack("<I", 600), b"\0\0\x5b", b"\0", b"\0", b""]
+    blob = b"".join(struct.pack("<BII", 0, len(each), len(each)) + each for each in streams)
+    out = bytearray(600)
+    with pytest.raises(CorruptFrameError, match="a place behind the last of 600 elements"):
+        CODECS["sparse1"].decode(memoryview(blob), memoryview(bytes(600)), memoryview(out))
+    fitting = blob.replace(b"\0\0\x5b", b"\0\0\x5a")
+    CODECS["sparse1"].decode(memoryview(fitting), memoryview(bytes(600)), memoryview(out))
+    assert out == bytes(599) + b"\xff"
 
 
 def test_equal_upper_bytes_are_found_without_a_base() -> None:

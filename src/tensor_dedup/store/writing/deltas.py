@@ -27,7 +27,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record, part_of
-from tensor_dedup.store.hashing import Hashed, Hasher, changed
+from tensor_dedup.store.hashing import Hashed, Hasher, change_hash_of_leaf, changed
 from tensor_dedup.store.index import PieceAlike, StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.decoding import are_leaves
@@ -546,8 +546,7 @@ def _checked_leaf(piece: Fresh, at: int) -> memoryview:
     if piece.private:
         return piece.view[at : at + LEAF_BYTES]
     data = bytes(piece.view[at : at + LEAF_BYTES])
-    number = at // LEAF_BYTES * DIGEST_BYTES
-    if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
+    if change_hash_of_leaf(memoryview(data)) != piece.leaf_changes[at // LEAF_BYTES]:
         raise changed_in_memory(piece.name)
     return memoryview(data)
 
