@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tensor_dedup.patches.huggingface.pipelines import enable as enable
     from tensor_dedup.patches.huggingface.pipelines import move as move
     from tensor_dedup.patches.huggingface.pipelines import sweep as sweep
+    from tensor_dedup.publishing.publisher import Publisher as Publisher
     from tensor_dedup.remote.remote import Remote as Remote
     from tensor_dedup.store.reading.tensors import load_tensors as load_tensors
     from tensor_dedup.training.run import CheckpointStore as CheckpointStore
@@ -57,6 +58,7 @@ _HOMES = {
     "sweep": "tensor_dedup.patches.huggingface.pipelines",
     "CheckpointStore": "tensor_dedup.training.run",
     "load_tensors": "tensor_dedup.store.reading.tensors",
+    "Publisher": "tensor_dedup.publishing.publisher",
     "Remote": "tensor_dedup.remote.remote",
     "Store": "tensor_dedup.api",
 }

@@ -21,6 +21,7 @@ PUBLIC = {
     "CheckpointStore",
     "ConfigError",
     "FormatError",
+    "Publisher",
     "Remote",
     "Report",
     "Store",

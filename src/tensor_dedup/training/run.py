@@ -565,13 +565,15 @@ class CheckpointStore:
         self._saver.finish_encoding()
         return self.store.gc(grace_hours)
 
-    def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
+    def drain(
+        self, *, wait: bool = True, timeout: float | None = None, step: int | None = None
+    ) -> None:
         """Copy all steps that are only on the fast tier to the second tier.
 
         Without a second tier, do nothing. Every save starts the copy of the saved step. Call this
         method to drain steps that other processes, such as ranks, have committed, or to wait for
-        the copies. With `wait`, the method returns when all steps are drained, or raises DrainError
-        after `timeout` seconds.
+        the copies. With `wait`, the method returns when all steps are drained, or only `step` if
+        that is given, or raises DrainError after `timeout` seconds.
 
         Raises:
             DrainError: A step could not be copied, or was not copied in time. The step stays on the
@@ -584,7 +586,7 @@ class CheckpointStore:
         self._drain.start()
         if wait:
             self._saves.check()  # a step is drained when it is encoded, so while no save runs
-            self._drain.wait(timeout)
+            self._drain.wait(timeout, step)
 
     def undrained(self) -> list[int]:
         """Return the steps that this object still has to copy to the second tier, or to keep there.

@@ -73,7 +73,6 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("push", "pull", "inventory", "sweep", "verify", "upkeep"),
         *("oci", "remote", "transfer", "on_demand"),
     ),
-    "publishing": ("subscriber",),
     "loader": (
         *(
             "report",
@@ -91,6 +90,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("snapshot", "host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
         *("saver", "pending_save", "background", "options", "tiers", "run", "sharded"),
     ),
+    "publishing": ("subscriber", "weights", "publisher"),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),
         *("marker_checks", "variants", "picture", "analysis", "difference", "verdict"),
@@ -120,6 +120,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.patches",
         "tensor_dedup.integrations",
         "tensor_dedup.training",
+        "tensor_dedup.publishing",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
         "tensor_dedup.memory_manager.client.state_dicts",
@@ -132,6 +133,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "tensor_dedup.patches.huggingface",
         "tensor_dedup.integrations",
+        "tensor_dedup.publishing",
         "tensor_dedup.planning.substitution.samples",
     ),
 }

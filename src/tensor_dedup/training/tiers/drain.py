@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -161,14 +161,18 @@ class Drain:
             if self._queue:
                 self._run_thread()
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until all steps are drained.
+    def wait(self, timeout: float | None = None, step: int | None = None) -> None:
+        """Wait until all steps are drained or, if `step` is given, until this one is.
 
         Raises:
             DrainError: An attempt that began after this call has failed, or `timeout` seconds have
                 passed.
             RunTakenError: Another fast tier is the writer of the run.
         """
+
+        def left_in(steps: Iterable[int]) -> list[int]:
+            return [each for each in steps if step in (None, each)]
+
         self._tiers.check_not_taken()
         with self._changed:
             first = self._begun + 1
@@ -177,9 +181,10 @@ class Drain:
             self._hurried = True
             self._changed.notify_all()
             in_time = self._changed.wait_for(
-                lambda: not self._queue or self._failed >= first or self._thread is None, timeout
+                lambda: not left_in(self._queue) or self._failed >= first or self._thread is None,
+                timeout,
             )
-            left = [*self._queue, *self._broken]
+            left = left_in([*self._queue, *self._broken])
             cause = self._error or next(iter(self._broken.values()), None)
         self._tiers.check_not_taken()
         if left:
