@@ -2,14 +2,12 @@
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from processes import fresh
@@ -21,19 +19,9 @@ from tensor_dedup.remote import Remote
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.training.errors import DrainError, RunTakenError
+from training_runs.published import SIZE, assert_published, model_at, weights_of
 
-SIZE = 1 << 20
 CONFIG = {"config.json": "{}"}
-
-
-def model_at(step: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A large tensor in which each step changes one number in a hundred, and a small one."""
-    draw = torch.Generator().manual_seed(seed)
-    large = torch.randn(SIZE, generator=draw).mul(0.02).to(torch.bfloat16)
-    for each in range(step):
-        at = torch.randint(SIZE, (SIZE // 100,), generator=draw)
-        large.view(torch.int16)[at] += 1 + each % 2
-    return {"large": large, "small": torch.full((3,), float(step))}
 
 
 class Tied(nn.Module):
@@ -44,22 +32,6 @@ class Tied(nn.Module):
         self.embed = nn.Embedding(8, 4)
         self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embed.weight
-
-
-def weights_of(store: Store, name: str) -> dict[str, torch.Tensor]:
-    """The weights that an export of a checkpoint has."""
-    with tempfile.TemporaryDirectory() as folder:
-        store.export(name, Path(folder, "export"))
-        return load_file(Path(folder, "export", "model.safetensors"))
-
-
-def assert_published(store: Store, step: int, run: str = "policy") -> None:
-    """A step is there, with exactly the weights of `model_at`."""
-    found = weights_of(store, f"{run}@{step}")
-    assert found.keys() == {"large", "small"}
-    for name, tensor in model_at(step).items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor)
 
 
 @pytest.fixture

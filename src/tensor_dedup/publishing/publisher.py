@@ -175,6 +175,7 @@ class Publisher:
             base=base,
             config=config,
             drain=remote,
+            direct=remote is not None,
         )
         if remote is not None:
             _restore(self.run, remote)

@@ -22,6 +22,8 @@ IDENTITY: Final = store_layout.IDENTITY
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
 CATALOG, TRASH, PROBE, WRITERS = "catalog/", "trash/", "probe/", f"{store_layout.WRITERS}/"
+# The direct differences of steps from the step before.
+STEPS: Final = "steps/"
 # Where a folder has what is being written.
 TMP: Final = "tmp/"
 KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
@@ -41,6 +43,7 @@ _HEX: Final = re.compile("[0-9a-f]{64}")
 _OBJECT: Final = re.compile(r"[^/]+/([0-9a-f]{2})/((?=\1)[0-9a-f]{64})(?:\.([a-z]+))?")
 _PASSING: Final = re.compile(
     "(catalog|trash)/[0-9a-f]{64}|probe/[0-9a-f]{16}|tmp/[0-9]+-[0-9a-f]{12}"
+    r"|steps/([0-9a-f]{2})/(?=\2)[0-9a-f]{64}(\.mixed)?"
 )
 
 
@@ -85,6 +88,16 @@ def table_key(name: str) -> str:
     return f"{TABLES}{name[:2]}/{name}"
 
 
+def step_key(manifest: str) -> str:
+    """Return the key of the table of the direct differences of the step `manifest`."""
+    return f"{STEPS}{manifest[:2]}/{manifest}"
+
+
+def step_data_key(manifest: str) -> str:
+    """Return the key of the data of the direct differences of the step `manifest`."""
+    return f"{step_key(manifest)}.mixed"
+
+
 def segment_key(name: str) -> str:
     """Return the key of the catalog segment `name`."""
     return f"{CATALOG}{name}"
@@ -104,7 +117,8 @@ def object_of(key: str) -> str | None:
 def is_passing(key: str) -> bool:
     """Return whether `key` is that of a short-lived object.
 
-    These are catalog segments, lists of condemned objects and temporary objects.
+    These are catalog segments, lists of condemned objects, direct differences of steps, and
+    temporary objects.
     """
     return _PASSING.fullmatch(key) is not None
 

@@ -107,13 +107,16 @@ class RemotePieces:
         places: Mapping[bytes, Place],
         names: Mapping[bytes, str],
         bases: StoredPieces | None = None,
+        key_of: Callable[[ContainerId], str] = layout.container_key,
     ) -> None:
         """Start to download the pieces.
 
         * `places` maps the digest of each piece to its container and its entry in the table.
         * `names` maps digests to names of tensors, for messages.
         * `bases` has the bases of the pieces that are stored as deltas.
+        * `key_of` returns the key of a container's object.
         """
+        self._key_of = key_of
         self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
         self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
         self._downloads = _downloads([places[digest] for digest in self.order])
@@ -294,7 +297,7 @@ class RemotePieces:
         stop: int,
         arrived: Callable[[memoryview], None],
     ) -> None:
-        key, got = layout.container_key(container), 0
+        key, got = self._key_of(container), 0
 
         def counted(chunk: memoryview) -> None:
             nonlocal got
@@ -390,7 +393,7 @@ class RemotePieces:
             f"{record.digest.hex()}"
         )
         return CorruptRemoteTensorError.at(
-            self._bucket.at(layout.container_key(container)),
+            self._bucket.at(self._key_of(container)),
             what,
             digest=record.digest.hex(),
             container=container.name,

@@ -4,9 +4,11 @@ For each checkpoint, a pull takes these steps:
 
 1. Read the reference, the manifest and the manifest's pages.
 2. Determine the pieces that the store lacks.
-3. Locate these pieces in containers, by the catalog and the containers' tables.
-4. Download ranges of the containers into containers of the store.
-5. Commit the checkpoint in the same way as an import.
+3. Of a training step, download what changed since the step before, if the store has that step and
+   the remote these differences.
+4. Locate all other pieces in containers, by the catalog and the containers' tables.
+5. Download ranges of the containers into containers of the store.
+6. Commit the checkpoint in the same way as an import.
 
 A remote cannot put wrong bytes into a store, because every manifest, page, table and leaf is
 compared with its digest before the store refers to it. Pieces that an interrupted pull has received
@@ -21,7 +23,7 @@ from functools import partial
 from typing import Final
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.remote import layout
+from tensor_dedup.remote import layout, step_deltas
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.errors import (
     LostRemotelyError,
@@ -265,6 +267,9 @@ def _fetch(
     """
     names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     arrived, lost = Places(), None
+    if missing and not afresh and parse_step_name(found.name) is not None:
+        given = bucket, found.manifest, missing, names
+        arrived |= step_deltas.fetch(*given, here, transfer, progress)
     while left := {d: nbytes for d, nbytes in missing.items() if d not in arrived}:
         try:
             places = locator.places(left, names, None if afresh else here[1])

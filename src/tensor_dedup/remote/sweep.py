@@ -243,14 +243,15 @@ def _used(found: RemoteInventory, catalog: Catalog) -> set[str]:
 
 
 def _old_bookkeeping(bucket: Bucket, catalog: Catalog, before: float) -> dict[str, ObjectStatus]:
-    """Segments and lists that no head names, and what was begun in a folder, from before then.
+    """Segments and lists that no head names, direct differences, and what was begun in a folder,
+    from before then.
 
     Raises:
         UncertainRemoteError: No program of this version makes such an object.
     """
     named = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
     found = dict[str, ObjectStatus]()
-    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, layout.TMP):
+    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, layout.STEPS, layout.TMP):
         for status in bucket.list(prefix):
             if layout.is_passing(status.key):
                 if status.modified <= before and status.key not in named:

@@ -72,12 +72,13 @@ class TierOptions:
     drain: "StrPath | LocalStore | Remote | None"
     keep_fast: int | None
     drain_backlog: int
+    direct: bool
 
     def __post_init__(self, run: str) -> None:
         where = f"run {run!r}"
         what = f"keep_fast={self.keep_fast!r}, drain_backlog={self.drain_backlog!r}"
         if self.drain is None:
-            if (self.keep_fast, self.drain_backlog) != (1, 8):  # the defaults
+            if (self.keep_fast, self.drain_backlog, self.direct) != (1, 8, False):  # the defaults
                 raise BadOptionError.of(BadOption.FAST, where, f"{what} without `drain`")
             return
         if not isinstance(self.drain, str | PathLike | LocalStore):

@@ -90,6 +90,7 @@ class CheckpointStore:
         drain: "StrPath | LocalStore | Remote | None" = None,
         keep_fast: int | None = 1,
         drain_backlog: int = 8,
+        direct: bool = False,
     ) -> None:
         """Open the run `run_id` in the store `root`, a folder in which a store is made if needed.
 
@@ -142,6 +143,9 @@ class CheckpointStore:
         * The retention rules apply to the steps on the second tier, and delete from both tiers.
         * `root` keeps the steps that are not drained yet and, of the drained steps, the `keep_fast`
           steps that were saved last, or all if `keep_fast` is None.
+        * With `direct`, a remote also gets what changed in each step since the one before. A store
+          that has that one pulls only this, which is less than the differences from the step
+          that all are stored against.
         * A copy that fails is tried again after half a second to a minute. While `drain_backlog`
           steps are undrained, a save waits.
         * The second tier must be reachable during this call, because only the second tier knows
@@ -175,7 +179,7 @@ class CheckpointStore:
         options = SaveOptions(
             run_id, adapter, compress, base, config, weights, pool_bytes, in_flight
         )
-        tier_options = TierOptions(run_id, drain, keep_fast, drain_backlog)
+        tier_options = TierOptions(run_id, drain, keep_fast, drain_backlog, direct)
         self.run_id = check_run(run_id)
         check_no_step_s_name(self.run_id)
         rules = Retention(keep_last, keep_every, keep_best)
@@ -206,7 +210,11 @@ class CheckpointStore:
         from tensor_dedup.training.tiers.remote_tier import second_tier
 
         keep_fast = options.keep_fast
-        second = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
+        second = second_tier(
+            *(drain, self.store, self._steps),
+            lets_go=keep_fast is not None,
+            direct=options.direct,
+        )
         tiers = TwoTiers(self.store, second, self._steps, self._retention, keep_fast=keep_fast)
         wait, backlog = self._saver.wait_for_encoding, options.drain_backlog
         self._tiers, self._drain = tiers, Drain(tiers, wait_for_encoding=wait, backlog=backlog)

@@ -35,6 +35,8 @@ Compress: TypeAlias = Literal["auto", "always"] | None
 """When new tensors are encoded: while nobody waits for it, in each save, or never (None)."""
 
 _SAMPLE_BYTES = 32 << 10
+# Of differences: in a smaller sample, the heads of chunks would hide which codec saves more.
+_SAMPLE_BYTES_OF_DELTAS = 128 << 10
 # For how many saves of a tensor a decision holds; one against encoding for longer and longer.
 _HOLDS = 16
 _HOLDS_AT_MOST = 128
@@ -241,7 +243,8 @@ def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
             def read(start: int, stop: int) -> memoryview:
                 return memoryview(bytes(piece.read(start, stop)))
 
-            yield from samples_by_leaf(read, piece.nbytes, leaves, anchor, _SAMPLE_BYTES)
+            size = _SAMPLE_BYTES_OF_DELTAS
+            yield from samples_by_leaf(read, piece.nbytes, leaves, anchor, size)
             return
     nbytes, width = piece.nbytes, element_width(piece.dtype)
     first = nbytes // LEAF_BYTES // 2 * LEAF_BYTES
@@ -252,7 +255,7 @@ def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
             under = memoryview(anchor.read(first, last))
         except (CorruptTensorError, MissingObjectError):
             under = None  # it is not used
-    size = min(_SAMPLE_BYTES, last - first)
+    size = min(_SAMPLE_BYTES if under is None else _SAMPLE_BYTES_OF_DELTAS, last - first)
     for start in sorted({first, (first + (last - first - size)) // width * width}):
         base = None if under is None else under[start - first : start - first + size]
         yield Sample(memoryview(bytes(piece.read(start, start + size))), base)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.remote import layout, transfer
+from tensor_dedup.remote import layout, step_deltas, transfer
 from tensor_dedup.remote.conditions import check_remote, prepare
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
@@ -48,6 +48,7 @@ from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
+    in_save_order,
     kept_steps,
     step_name,
     step_numbers,
@@ -72,11 +73,18 @@ class RemoteTier:
     )
 
     def __init__(
-        self, remote: Remote, fast: LocalStore, order: StepOrder, note: TierNote | None = None
+        self,
+        remote: Remote,
+        fast: LocalStore,
+        order: StepOrder,
+        note: TierNote | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         """Check that the remote can be written to, or make a remote if the place is empty.
 
         `note` is the fast tier's note about the second tier to which the run was drained, or None.
+        With `direct`, steps get direct differences, too (`step_deltas`).
 
         Raises:
             OtherTierError: The run was drained according to `note`, but the place is empty now.
@@ -85,6 +93,7 @@ class RemoteTier:
                 else.
         """
         self._bucket, self._fast, self._run = remote.bucket, fast, order.run
+        self._order, self._direct = order, direct
         self.where = remote.url
         self._there = RemoteSteps(self._bucket, order.run)
         # Where its marker alone is lost, it is that tier, and `prepare` says what to do.
@@ -200,6 +209,8 @@ class RemoteTier:
         if outgoing.manifest != manifest:
             raise OutdatedError
         guard = _StepGuard(self, step, manifest, place, check_writer)
+        if self._direct:
+            self._send_direct(step, manifest)
         try:
             # One that cannot be read there may be the same: then what is gone of it is sent again.
             transfer.push_to(
@@ -215,6 +226,27 @@ class RemoteTier:
             guard.check_near()  # else it was deleted, and gc has taken what it was
             raise
         self._there.learn(outgoing.manifest, content)
+
+    def _send_direct(self, step: int, manifest: str) -> None:
+        """Send what changed since the step that was saved before, if the fast tier has that step.
+
+        It saves others a part of the download, so an error is logged, and the step is sent anyway.
+        """
+        fast = self._fast.handle
+        try:
+            with fast.session() as (index, hasher):
+                places = self._order.places()
+                order = in_save_order(places)
+                number = order.index(step) if step in places else 0
+                before = places[order[number - 1]].manifest if number else None
+                if before is None or before == manifest:
+                    return
+                found = step_deltas.step_delta(fast.objects, index, hasher, before, manifest)
+            if found is not None:
+                found.put(self._bucket, manifest)
+        except StoreError as error:
+            what = "%s: what changed in the step %d since the one before is not sent: %s"
+            _log.warning(what, self.where, step, str(error))
 
     def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
@@ -288,6 +320,8 @@ class RemoteTier:
         refer(self._bucket, step_name(self._run, step), None, check)
         if not there:  # it says so already
             check_writer()
+        for manifest in filter(None, there) if self._direct else ():
+            step_deltas.delete(self._bucket, manifest)
         return any(there)
 
     def settle(self) -> None:
@@ -341,11 +375,13 @@ def second_tier(
     order: StepOrder,
     *,
     lets_go: bool,
+    direct: bool = False,
 ) -> SecondTier:
     """Open `drain`, the store or remote that is the second tier of a run on the fast tier `fast`.
 
     `order` is the order of saving of the run's steps. `lets_go` says whether drained steps may be
-    deleted from the fast tier.
+    deleted from the fast tier. With `direct`, a remote also gets what changed in each step since
+    the one before.
 
     Raises:
         OtherTierError: The second tier is not the one to which the run was drained.
@@ -361,7 +397,7 @@ def second_tier(
     folder = remote.store_folder()
     if folder is not None:
         return StoreTier(LocalStore.open(folder, create=False), fast, order)
-    return RemoteTier(remote, fast, order, note)
+    return RemoteTier(remote, fast, order, note, direct=direct)
 
 
 def _second_store(
