@@ -71,6 +71,18 @@ def test_runs_and_steps_are_listed(kept: Runs) -> None:
     assert re.search(r"^│ +30 │.* 0\.25 │", table, re.MULTILINE)
 
 
+def test_show_says_what_each_step_cost(kept: Runs) -> None:
+    first, *others = kept.document("show", "a/one")["steps"]
+    assert first["stored_bytes"] > 0.8 * first["nbytes"]
+    assert others
+    for each in others:  # of which each has changed one small tensor
+        assert each["new_tensors"] >= 1
+        assert 0 < each["stored_bytes"] < 0.1 * each["nbytes"]
+    table = kept.text("show", "a/one")
+    assert " stored " in table
+    assert human(others[-1]["stored_bytes"]) in table
+
+
 def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:
     folder = tmp_path / "second"
     assert runs.document("drain", "a/one", str(folder))["steps"] == [0, 10, 20, 30]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import click
 from rich.table import Table
@@ -43,6 +43,9 @@ from tensor_dedup.types import STORE_SCHEME
 
 _SHOWN_NAMES = 20
 _NO_COST = RunCost(0, 0, 0, 0, 0)
+_UNKNOWN_COST: Final[Mapping[str, int | None]] = dict.fromkeys(
+    ("new_tensors", "new_bytes", "stored_bytes")
+)
 
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -162,22 +165,28 @@ def when(seconds: int) -> str:
 @store_option
 @json_option
 def show(run: str, store: str | None, as_json: bool) -> None:
-    """Show the steps of RUN with their time, size and metrics."""
+    """Show the steps of RUN with their time, size and metrics, and what each one cost.
+
+    `stored` is the space that a step takes beside those before it.
+    """
     opened = existing(store)
     steps = steps_of(opened, run)
+    costs = _step_costs(opened, run)
     if as_json:
-        say({"run": run, "steps": [step.to_dict() for step in steps]}, as_json)
+        found = [{**step.to_dict(), **costs.get(step.step, _UNKNOWN_COST)} for step in steps]
+        say({"run": run, "steps": found}, as_json)
         return
     names = sorted({name for step in steps for name in step.metrics}, key=natural)
     headings = {name: _heading(name) for name in names}
     columns = {
         "size": [human(step.nbytes) for step in steps],
+        "stored": [known(costs.get(s.step, _UNKNOWN_COST)["stored_bytes"]) for s in steps],
         **{headings[name]: [_number(step.metrics.get(name)) for step in steps] for name in names},
         "saved": [when(step.saved_at) for step in steps],
         "kept": ["yes" if step.kept else "" for step in steps],
         "adapter": [printable(step.adapter) for step in steps],
     }
-    least = ["adapter", "saved", "kept", *reversed(headings.values()), "size"]
+    least = ["adapter", "saved", "kept", *reversed(headings.values()), "stored", "size"]
     widest = max(len(str(text)) for text in ("step", *(step.step for step in steps)))
     out = console()
     table, left_out = fitted(out, "step", [f"{s.step:>{widest}}" for s in steps], columns, least)
@@ -185,9 +194,23 @@ def show(run: str, store: str | None, as_json: bool) -> None:
     say_lines(*[left_out] * bool(left_out))
 
 
+def _step_costs(store: Store, run: str) -> dict[int, dict[str, int | None]]:
+    """What each step of a run added to those before; nothing where that is not known."""
+    with suppress(StoreError):
+        return {
+            each.step: {
+                "new_tensors": each.new_tensors,
+                "new_bytes": each.new_bytes,
+                "stored_bytes": each.stored_bytes,
+            }
+            for each in store.run_growth(run)
+        }
+    return {}
+
+
 def _heading(metric: str) -> str:
     shown_name = printable(metric)
-    taken = shown_name in ("step", "size", "saved", "kept", "adapter")
+    taken = shown_name in ("step", "size", "stored", "saved", "kept", "adapter")
     return f"{shown_name} (metric)" if taken else shown_name
 
 

@@ -13,7 +13,6 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.publishing.weights import checkpoint_weights, config_files
 from tensor_dedup.remote import transfer
 from tensor_dedup.remote.remote import Remote
-from tensor_dedup.remote.urls import is_url
 from tensor_dedup.settings import cache_folder
 from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.store.steps.runs import step_name
@@ -21,6 +20,7 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training.commit import Saved
 from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.run import CheckpointStore
+from tensor_dedup.types import is_url
 
 if TYPE_CHECKING:
     import torch

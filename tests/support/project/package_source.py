@@ -68,14 +68,9 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "remote": (
         *("errors", "environment", "layout", "buckets", "answers", "folder_bucket"),
         *("server_bucket", "urls"),
-<<<<<<< HEAD
         *("lease", "results", "catalog", "conditions", "loads", "manifests", "run_steps"),
         *("pieces", "locate"),
-        *("push", "pull", "inventory", "sweep", "verify", "upkeep"),
-=======
-        *("lease", "results", "catalog", "conditions", "loads", "manifests", "pieces", "locate"),
         *("step_deltas", "push", "pull", "inventory", "sweep", "verify", "upkeep"),
->>>>>>> c0dbe43d (Send what changed in each step since the one before, for those who follow a run)
         *("oci", "remote", "transfer", "on_demand"),
     ),
     "loader": (
