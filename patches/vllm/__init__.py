@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tensor_dedup.patches.vllm.hooks import install
-from tensor_dedup.patches.vllm.load_formats import LOAD_FORMAT
+from tensor_dedup.patches.vllm.load_formats import BACKEND, LOAD_FORMAT
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -50,6 +50,18 @@ def _register_loader() -> None:
         )
         return
     register_model_loader(LOAD_FORMAT)(loader)
+    _register_transfer()
+
+
+def _register_transfer() -> None:
+    """Add the weight transfer engine, where vLLM has a registry of them."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    WeightTransferEngineFactory.register_engine(
+        BACKEND, "tensor_dedup.patches.vllm.weight_transfer", "StepTransferEngine"
+    )
 
 
 def _loader_class() -> "type[DefaultModelLoader]":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LOAD_FORMAT = "tensor_dedup"
 KEY = "tensor_dedup"  # of model_loader_extra_config
+BACKEND = "tensor_dedup"  # of weight_transfer_config
 # Formats that vLLM's default loader reads: they differ in the files that count.
 DEFAULT = (
     "auto", "hf", "safetensors", "mistral", "pt", "npcache", "fastsafetensors", "instanttensor",
@@ -38,6 +39,21 @@ _WHY_NOT: Mapping[str, str] = {
     "runai_streamer_sharded": "load_format='runai_streamer_sharded' streams each rank's state",
     "tensorizer": "load_format='tensorizer' fills the model past vLLM's loading code",
 }
+
+
+def follows_steps(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine changes to other steps by this package's weight transfer engine."""
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    return transfer is not None and transfer.backend == BACKEND
+
+
+def is_written_later(vllm_config: VllmConfig) -> bool:
+    """Return whether weights may be written in place after the load (`weight_transfer_config`).
+
+    This package's own weight transfer engine writes nothing in place.
+    """
+    transfer = getattr(vllm_config, "weight_transfer_config", None)
+    return transfer is not None and not follows_steps(vllm_config)
 
 
 def is_remote(model: object) -> bool:

@@ -44,6 +44,7 @@ from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS
 from tensor_dedup.loader.report import ModelReport, add, loaded_beside
 from tensor_dedup.loader.residents.manager import call_this_process
 from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.takeover import Built, note_loaded
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
@@ -159,6 +160,7 @@ class TensorDedupLoader(ReadingLoader):
         self._largest: tuple[str, ...] = ()  # of what was loaded: digests
         self._with_base: str | None = None  # the model that takes layers from a base
         self._frozen: FrozenLayers | None = None  # what it took when nothing was deferred
+        self._built: Built | None = None  # the model as it was before its weights
         super().__init__(
             dataclasses.replace(
                 load_config, load_format=inner_format, model_loader_extra_config=extra
@@ -180,9 +182,21 @@ class TensorDedupLoader(ReadingLoader):
         call_this_process(server_name(vllm_config))
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
+        built, self._built = self._built, None
+        if built is not None:
+            note_loaded(model, built)
         self._keep(model_config, report)
         add(report, self._largest)
         self._say_apart(vllm_config, report)
+        return model
+
+    def create_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> nn.Module:
+        """Build the module tree as vLLM does; it has no weights yet."""
+        model = versions.create_model(super(), vllm_config, model_config, prefix)
+        if load_formats.follows_steps(vllm_config):
+            self._built = Built(model)
         return model
 
     def _say_apart(self, vllm_config: VllmConfig, report: ModelReport) -> None:

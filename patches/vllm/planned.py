@@ -34,6 +34,7 @@ from tensor_dedup.loader.deferred.recipe import uses_initial
 from tensor_dedup.loader.residents.resident import Resident
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.kernels import dispatch
+from tensor_dedup.patches.vllm.load_formats import is_written_later
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -87,7 +88,7 @@ class LoadInputs:
             whole.quant_config is not None,
             whole.lora_config is not None,
             whole.speculative_config is not None,
-            getattr(whole, "weight_transfer_config", None) is not None,
+            is_written_later(whole),
             bool(parallel.enable_expert_parallel),
             bool(parallel.enable_eplb),
             self.untied(),

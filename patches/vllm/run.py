@@ -53,7 +53,7 @@ from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
-from tensor_dedup.patches.vllm.load_formats import is_draft
+from tensor_dedup.patches.vllm.load_formats import is_draft, is_written_later
 from tensor_dedup.patches.vllm.planned import LoadInputs, Planning
 from tensor_dedup.patches.vllm.post_load import (
     QuantisedWhileLoadedError,
@@ -115,7 +115,7 @@ def load(
     model = run.build(create, device)
     planned = weights is not None and run.follow_plan(model, vllm_config, model_config, weights)
     if not planned:
-        updated = vllm_config.weight_transfer_config is not None
+        updated = is_written_later(vllm_config)
         told = run.trace(model, load_weights, updated=updated)
         if told and not is_draft(vllm_config, model_config):
             run.require_filled(model_config.model)

@@ -17,6 +17,7 @@ import wrapt
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written, unshare
 from tensor_dedup.patches.vllm.kernels import packs_int8, scales_kept
+from tensor_dedup.patches.vllm.load_formats import follows_steps
 from tensor_dedup.patches.vllm.seams import usable
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def _patch_updates(module: ModuleType) -> None:
 def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if follows_steps(self.vllm_config):  # nothing is written
+            return original(self, *args, **kwargs)
         for model in models_of(self):
             leave_gpus(model)  # where nothing is copied on write
         with _keeping_scales(*models_of(self)):

@@ -1,0 +1,235 @@
+"""Take over the weights of a newly loaded model into a running model of the same structure.
+
+A running model must not be half-way between two checkpoints. Therefore the new checkpoint is loaded
+into a second module tree, beside the running one, and `Takeover.plan` compares the two trees. If
+they fit, `Takeover.apply` moves the memory of the new parameters, and what processing has set, into
+the running tree. It only rebinds, so nothing can fail half-way, and it takes no longer for large
+tensors. The running tree keeps its modules and parameters, so whoever refers to them sees the new
+weights.
+
+Processing a model after its load (packing, quantising) sets attributes of modules and of their
+helper objects, such as quantisation methods. To tell these from attributes that a running engine
+has set, such as the cache of an attention layer, the attributes of a model are noted when it was
+built (`Built`) and compared when it is loaded (`note_loaded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+
+# The name of a module, and the attributes that lead from it to an object that it holds.
+_Path: TypeAlias = tuple[str, tuple[str, ...]]
+_Named: TypeAlias = dict[_Path, frozenset[str]]
+
+_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+_NOT_HELPERS: Final = (
+    nn.Module,
+    torch.Tensor,
+    type,
+    FunctionType,
+    MethodType,
+    dict,
+    list,
+    tuple,
+    set,
+    frozenset,
+)
+# From a module to its quantisation method, to that one's kernel, and to what the kernel holds.
+_MOST_LEVELS: Final = 3
+
+
+class Built:
+    """What the modules of a model, and the helper objects that they hold, had as attributes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Note the attributes of `model`, which was just built and has no weights yet."""
+        self._held = {path: dict(found) for path, _, found in _objects(model)}
+
+    def changed(self, model: nn.Module) -> _Named:
+        """Return the names of the attributes that were set since, by the path of their object."""
+        names: _Named = {}
+        for path, _, now in _objects(model):
+            before = self._held.get(path, {})
+            # An object that is new belongs to an attribute that was set.
+            if path in self._held and (
+                new := {k for k, v in now.items() if k not in before or before[k] is not v}
+            ):
+                names[path] = frozenset(new)
+        return names
+
+
+_LOADED: Final[WeakKeyDictionary[nn.Module, _Named]] = WeakKeyDictionary()
+
+
+def note_loaded(model: nn.Module, built: Built) -> None:
+    """Record which attributes the load of `model` has set since it was `built`."""
+    _LOADED[model] = built.changed(model)
+
+
+def _objects(model: nn.Module) -> Iterator[tuple[_Path, object, dict[str, Any]]]:
+    """Yield the modules of a model and their helper objects, each once, with their attributes."""
+    seen: set[int] = set()
+
+    def held(path: _Path, thing: object) -> Iterator[tuple[_Path, object, dict[str, Any]]]:
+        seen.add(id(thing))
+        found = _attributes(thing)
+        yield path, thing, found
+        if len(path[1]) < _MOST_LEVELS:
+            for name, value in found.items():
+                if id(value) not in seen and _is_helper(value):
+                    yield from held((path[0], (*path[1], name)), value)
+
+    for name, module in model.named_modules():
+        yield from held((name, ()), module)
+
+
+def _attributes(thing: object) -> dict[str, Any]:
+    if isinstance(thing, nn.Module):
+        return {key: each for key, each in vars(thing).items() if key not in _OF_EVERY_MODULE}
+    return vars(thing)
+
+
+def _is_helper(value: object) -> bool:
+    return not isinstance(value, _NOT_HELPERS) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+@dataclass(slots=True)
+class Takeover:
+    """The steps that give a running model the weights of a newly loaded one. For one thread.
+
+    Until `apply`, both models are as they were. Afterwards the newly loaded model must not be used.
+    """
+
+    running: nn.Module
+    fresh: nn.Module
+    _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _attributes: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = field(
+        default_factory=list
+    )
+
+    @classmethod
+    def plan(cls, running: nn.Module, fresh: nn.Module) -> Takeover:
+        """Compare the two models, and return how `running` gets the weights of `fresh`.
+
+        Both must have been recorded by `note_loaded`.
+
+        Raises:
+            UnsupportedError: The models differ in more than their weights. The error says where.
+        """
+        if running not in _LOADED or fresh not in _LOADED:
+            raise UnsupportedError(
+                "the running model cannot take over these weights: another loader than vLLM's "
+                "default one has loaded them; start a new engine"
+            )
+        plan = cls(running, fresh)
+        there = dict(running.named_modules(remove_duplicate=False))
+        here = dict(fresh.named_modules(remove_duplicate=False))
+        if odd := there.keys() ^ here.keys():
+            raise _differs(min(odd), "is a module of one of them only")
+        tied: dict[int, nn.Parameter] = {}
+        for name, module in there.items():
+            if type(module) is not type(here[name]):
+                raise _differs(name, f"is a {type(module).__name__} and a {type(here[name]).__name__}")
+            plan._plan_tensors(name, module, here[name], tied)
+        parts: dict[int, object] = {
+            **{id(each): there[name] for name, each in here.items()},
+            **tied,
+        }
+        plan._plan_attributes(there, here, parts)
+        return plan
+
+    def _plan_tensors(
+        self, name: str, module: nn.Module, fresh: nn.Module, tied: dict[int, nn.Parameter]
+    ) -> None:
+        for kind in ("_parameters", "_buffers"):
+            mine, theirs = getattr(module, kind), getattr(fresh, kind)
+            if odd := mine.keys() ^ theirs.keys():
+                raise _differs(f"{name}.{min(odd)}", "is a tensor of one of them only")
+            for key, tensor in theirs.items():
+                place, own = f"{name}.{key}", mine[key]
+                if (tensor is None) is not (own is None):
+                    raise _differs(place, "is set in one of them only")
+                if tensor is None or tensor is own:
+                    continue
+                if (own.dtype, own.shape, own.device) != (tensor.dtype, tensor.shape, tensor.device):
+                    raise _differs(
+                        place,
+                        f"is {own.dtype} {tuple(own.shape)} and {tensor.dtype} {tuple(tensor.shape)}",
+                    )
+                if kind == "_buffers" and key in module._non_persistent_buffers_set:
+                    continue  # it follows from the configuration
+                if tied.setdefault(id(tensor), own) is not own:
+                    raise _differs(place, "is tied to another tensor in one of them only")
+                self._tensors.append((own, tensor))
+        # The other way round: one object here, and two there.
+        owners = {id(own): id(tensor) for own, tensor in self._tensors}
+        if any(owners[id(own)] != id(tensor) for own, tensor in self._tensors):
+            raise _differs(name, "has a tensor that is tied in one of them only")
+
+    def _plan_attributes(
+        self,
+        there: Mapping[str, nn.Module],
+        here: Mapping[str, nn.Module],
+        parts: Mapping[int, object],
+    ) -> None:
+        before, after = _LOADED[self.running], _LOADED[self.fresh]
+        for path in before.keys() | after.keys():
+            theirs, mine = _follow(here, path), _follow(there, path)
+            if mine is theirs or theirs is None:
+                continue
+            names = after.get(path, frozenset())
+            new = {key: _moved(value, parts) for key, value in vars(theirs).items() if key in names}
+            gone = before.get(path, frozenset()) - new.keys()
+            if mine is None or type(mine) is not type(theirs):
+                # A helper that the load has replaced comes with an attribute of its holder.
+                if not path[1]:
+                    raise _differs(path[0], "is a module of one of them only")
+                continue
+            self._attributes.append((vars(mine), new, gone))
+
+    def apply(self) -> None:
+        """Give the running model the new weights. No thread may compute with it meanwhile."""
+        for own, tensor in self._tensors:
+            set_param_data(own, param_data(tensor))
+        for held, new, gone in self._attributes:
+            for key in gone:
+                held.pop(key, None)
+            held.update(new)
+        _LOADED[self.running] = _LOADED[self.fresh]
+
+
+def _follow(modules: Mapping[str, nn.Module], path: _Path) -> Any:
+    thing: Any = modules.get(path[0])
+    for name in path[1]:
+        thing = None if thing is None else vars(thing).get(name)
+    return thing
+
+
+def _moved(value: Any, parts: Mapping[int, object]) -> Any:
+    """Return `value` with the modules and parameters of the new model replaced by the running."""
+    if id(value) in parts:
+        return parts[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in parts:
+        return MethodType(value.__func__, parts[id(value.__self__)])
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, parts) for item in value)
+    if type(value) is dict:
+        return {key: _moved(item, parts) for key, item in value.items()}
+    return value
+
+
+def _differs(place: str, how: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the running model cannot take over these weights: {place} {how}; start a new engine",
+        place=place,
+    )

@@ -1,0 +1,237 @@
+"""Receive the steps of a training: vLLM's weight transfer engine `tensor_dedup`.
+
+    llm = LLM("store://policy@latest", tensor_dedup={"store": "s3://bucket/policy"},
+              weight_transfer_config={"backend": "tensor_dedup"})
+    llm.update_weights({"step": "latest"})
+
+A step is loaded beside the model that runs, by the ordinary loader, so everything that models share
+is shared. The running model is not touched until `finish_weight_update`, which rebinds its tensors
+(`tensor_dedup.loader.takeover`) and cannot fail half-way. Therefore an engine is at one step or at
+another at all times, and if anything fails, it stays where it was.
+
+vLLM looks this module up by name in its registry of weight transfer engines.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.config import set_current_vllm_config
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader import get_model_loader
+
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.loader.checkpoint_io import stub_folder
+from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
+from tensor_dedup.loader.takeover import Takeover
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
+from tensor_dedup.types import STORE_SCHEME
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from vllm.config import VllmConfig, WeightTransferConfig
+
+_log = logging.getLogger(__name__)
+
+# Of a checkpoint's config.json: what does not say how the model computes.
+_NOT_COMPARED: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+
+
+@dataclass
+class StepInitInfo(WeightTransferInitInfo):
+    """There is nothing to agree on: steps come from a store."""
+
+
+@dataclass
+class StepUpdateInfo(WeightTransferUpdateInfo):
+    """The checkpoint to change to: `step` of the run that was loaded, or `url`, a `store://NAME`.
+
+    `step` is the number of a step, or "latest" for the step that was saved last.
+    """
+
+    step: int | str | None = None
+    url: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check that exactly one of the two is given, and is valid.
+
+        Raises:
+            ValueError: It is not.
+        """
+        if (self.step is None) is (self.url is None):
+            raise ValueError('give either "step" or "url"')
+        if self.url is not None and not self.url.startswith(STORE_SCHEME):
+            raise ValueError(f"url={self.url!r} is not {STORE_SCHEME}NAME")
+
+
+class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
+    """A weight transfer engine that changes the model to another step of its run.
+
+    `update_weights` loads the step beside the running model, and `finish_weight_update` changes to
+    it. vLLM calls the methods in the thread in which the model runs.
+    """
+
+    init_info_cls = StepInitInfo
+    update_info_cls = StepUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: nn.Module,
+    ) -> None:
+        """Prepare an engine for `model`, which was loaded with `tensor_dedup`.
+
+        Raises:
+            ConfigError: The model was loaded without `tensor_dedup`, or is not from a store.
+            UnsupportedError: Something else changes the weights or modules of the model.
+        """
+        super().__init__(config, vllm_config, device, model)
+        if str(vllm_config.load_config.load_format) != LOAD_FORMAT:
+            raise ConfigError(
+                'the weight transfer backend "tensor_dedup" needs an engine that was loaded with '
+                "tensor_dedup=...; add the argument",
+                setting="weight_transfer_config",
+            )
+        for name in ("lora_config", "speculative_config"):
+            if getattr(vllm_config, name, None) is not None:
+                raise UnsupportedError(
+                    f'the weight transfer backend "tensor_dedup" does not combine with {name}: '
+                    "the update would not reach all weights; drop one of the two",
+                    setting=name,
+                )
+        self._takeover: Takeover | None = None
+        self._checkout: Checkout | None = None
+
+    def init_transfer_engine(self, init_info: StepInitInfo) -> None:
+        """Do nothing: there is no connection to a trainer."""
+
+    def start_weight_update(self) -> None:
+        """Begin an update. What an earlier one has loaded, and not changed to, is dropped."""
+        self._takeover = self._checkout = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a step beside the running model, which stays as it is.
+
+        `update_info` has the fields of StepUpdateInfo.
+
+        Raises:
+            ValueError: `update_info` is invalid.
+            StoreError: The store does not have the step, or it is damaged.
+            UnsupportedError: The step differs from the running model in more than its weights.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: StepUpdateInfo) -> None:
+        """Load a step; the same as `update_weights`, with the fields in a StepUpdateInfo."""
+        self._takeover = self._checkout = None
+        checkout = self._find(update_info)
+        self._require_same_model(checkout)
+        fresh = load_beside(self.vllm_config, checkout)
+        self._takeover = Takeover.plan(self.model, fresh)
+        self._checkout = checkout
+
+    def finish_weight_update(self) -> None:
+        """Change to the step that was loaded.
+
+        Raises:
+            UnsupportedError: No step was loaded since `start_weight_update`.
+        """
+        takeover, checkout = self._takeover, self._checkout
+        if takeover is None or checkout is None:
+            raise UnsupportedError("no step was loaded: call update_weights before")
+        self._takeover = self._checkout = None
+        takeover.apply()
+        # A reload from now on reads this step.
+        load_config = self.vllm_config.load_config
+        load_config.model_loader_extra_config = _extra(load_config, checkout)
+        self.vllm_config.model_config.model = checkout.folder
+
+    def shutdown(self) -> None:
+        """Drop what was loaded and not changed to."""
+        self._takeover = self._checkout = None
+
+    def _find(self, update: StepUpdateInfo) -> Checkout:
+        extra: Mapping[str, Any] = self.vllm_config.load_config.model_loader_extra_config
+        config, _ = split(extra[KEY])
+        url = update.url if update.url is not None else step_url(extra, update.step)
+        return stub_folder.resolve(url, config.store_folder, config.remote)
+
+    def _require_same_model(self, checkout: Checkout) -> None:
+        """Check that the step has the configuration of the model that runs."""
+        now, then = (_config_of(each) for each in (self.vllm_config.model_config.model, checkout.folder))
+        odd = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
+        if odd - _NOT_COMPARED:
+            key = min(odd - _NOT_COMPARED)
+            raise UnsupportedError(
+                f"{checkout.url} is another model than the one that runs: in its config.json "
+                f"{key} is {then.get(key)!r}, not {now.get(key)!r}; start an engine with it",
+                url=checkout.url,
+            )
+
+
+def step_url(extra: Mapping[str, Any], step: int | str | None) -> str:
+    """Return the `store://` URL of another step of the run that an engine has loaded.
+
+    `extra` is the engine's `model_loader_extra_config`.
+
+    Raises:
+        ConfigError: The engine's model is no step of a run.
+    """
+    checkout = stored_in(extra.get(KEY))
+    run, at, _ = ("", "", "") if checkout is None else checkout.name.rpartition("@")
+    if not at:
+        raise ConfigError(
+            f"the engine's model is no step of a run, so step={step!r} says too little; give "
+            f'{{"url": "{STORE_SCHEME}RUN@STEP"}}',
+            step=step,
+        )
+    return f"{STORE_SCHEME}{run}@{step}"
+
+
+def _config_of(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "config.json").read_bytes())
+    return found
+
+
+def _extra(load_config: Any, checkout: Checkout) -> dict[str, Any]:
+    extra: Mapping[str, Any] = load_config.model_loader_extra_config
+    return {**extra, KEY: {**extra[KEY], "stored": checkout.to_dict()}}
+
+
+def load_beside(vllm_config: VllmConfig, checkout: Checkout) -> nn.Module:
+    """Load a stored checkpoint as another model of the engine with this configuration.
+
+    The configuration is left as it is. Raises the errors of the loader.
+    """
+    other = copy.copy(vllm_config)
+    # Layers enter themselves there under their names, of which there can be one each.
+    other.compilation_config = copy.copy(vllm_config.compilation_config)
+    other.compilation_config.static_forward_context = {}
+    other.compilation_config.static_all_moe_layers = []
+    other.compilation_config.enabled_custom_ops = Counter()
+    other.compilation_config.disabled_custom_ops = Counter()
+    other.model_config = copy.copy(vllm_config.model_config)
+    other.model_config.model = checkout.folder
+    other.load_config = dataclasses.replace(
+        vllm_config.load_config,
+        model_loader_extra_config=_extra(vllm_config.load_config, checkout),
+    )
+    loader = get_model_loader(other.load_config)
+    with set_current_vllm_config(other):
+        return loader.load_model(vllm_config=other, model_config=other.model_config)
