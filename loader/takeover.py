@@ -15,7 +15,7 @@ built (`Built`) and compared when it is loaded (`note_loaded`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, Final, TypeAlias
@@ -100,7 +100,9 @@ def _attributes(thing: object) -> dict[str, Any]:
 
 
 def _is_helper(value: object) -> bool:
-    return not isinstance(value, _NOT_HELPERS) and isinstance(getattr(value, "__dict__", None), dict)
+    return not isinstance(value, _NOT_HELPERS) and isinstance(
+        getattr(value, "__dict__", None), dict
+    )
 
 
 @dataclass(slots=True)
@@ -113,8 +115,9 @@ class Takeover:
     running: nn.Module
     fresh: nn.Module
     _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    _attributes: list[tuple[dict[str, Any], dict[str, Any], frozenset[str]]] = field(
-        default_factory=list
+    # Of the running object and of the new one, what is set, and what is removed.
+    _attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], frozenset[str]]] = (
+        field(default_factory=list)
     )
 
     @classmethod
@@ -136,11 +139,14 @@ class Takeover:
         here = dict(fresh.named_modules(remove_duplicate=False))
         if odd := there.keys() ^ here.keys():
             raise _differs(min(odd), "is a module of one of them only")
-        tied: dict[int, nn.Parameter] = {}
+        tied: dict[int, torch.Tensor] = {}
+        owners: set[int] = set()
         for name, module in there.items():
             if type(module) is not type(here[name]):
-                raise _differs(name, f"is a {type(module).__name__} and a {type(here[name]).__name__}")
-            plan._plan_tensors(name, module, here[name], tied)
+                raise _differs(
+                    name, f"is a {type(module).__name__} and a {type(here[name]).__name__}"
+                )
+            plan._plan_tensors(name, module, here[name], tied, owners)
         parts: dict[int, object] = {
             **{id(each): there[name] for name, each in here.items()},
             **tied,
@@ -149,8 +155,14 @@ class Takeover:
         return plan
 
     def _plan_tensors(
-        self, name: str, module: nn.Module, fresh: nn.Module, tied: dict[int, nn.Parameter]
+        self,
+        name: str,
+        module: nn.Module,
+        fresh: nn.Module,
+        tied: dict[int, torch.Tensor],
+        owners: set[int],
     ) -> None:
+        """Pair the tensors of two modules. `tied` and `owners` have what was paired before."""
         for kind in ("_parameters", "_buffers"):
             mine, theirs = getattr(module, kind), getattr(fresh, kind)
             if odd := mine.keys() ^ theirs.keys():
@@ -161,20 +173,16 @@ class Takeover:
                     raise _differs(place, "is set in one of them only")
                 if tensor is None or tensor is own:
                     continue
-                if (own.dtype, own.shape, own.device) != (tensor.dtype, tensor.shape, tensor.device):
-                    raise _differs(
-                        place,
-                        f"is {own.dtype} {tuple(own.shape)} and {tensor.dtype} {tuple(tensor.shape)}",
-                    )
+                if _geometry(own) != _geometry(tensor):
+                    raise _differs(place, f"is {_geometry(own)} and {_geometry(tensor)}")
                 if kind == "_buffers" and key in module._non_persistent_buffers_set:
                     continue  # it follows from the configuration
-                if tied.setdefault(id(tensor), own) is not own:
+                known = id(tensor) in tied
+                if known is not (id(own) in owners) or tied.setdefault(id(tensor), own) is not own:
                     raise _differs(place, "is tied to another tensor in one of them only")
-                self._tensors.append((own, tensor))
-        # The other way round: one object here, and two there.
-        owners = {id(own): id(tensor) for own, tensor in self._tensors}
-        if any(owners[id(own)] != id(tensor) for own, tensor in self._tensors):
-            raise _differs(name, "has a tensor that is tied in one of them only")
+                owners.add(id(own))
+                if not known:
+                    self._tensors.append((own, tensor))
 
     def _plan_attributes(
         self,
@@ -195,17 +203,26 @@ class Takeover:
                 if not path[1]:
                     raise _differs(path[0], "is a module of one of them only")
                 continue
-            self._attributes.append((vars(mine), new, gone))
+            self._attributes.append((vars(mine), vars(theirs), new, gone))
 
     def apply(self) -> None:
         """Give the running model the new weights. No thread may compute with it meanwhile."""
         for own, tensor in self._tensors:
             set_param_data(own, param_data(tensor))
-        for held, new, gone in self._attributes:
+            # Modules and parameters refer to each other, so the new model itself would keep this
+            # memory, until a full garbage collection.
+            set_param_data(tensor, tensor.new_empty(0))
+        for held, theirs, new, gone in self._attributes:
             for key in gone:
                 held.pop(key, None)
             held.update(new)
+            for key in new:
+                theirs.pop(key, None)
         _LOADED[self.running] = _LOADED[self.fresh]
+
+
+def _geometry(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _follow(modules: Mapping[str, nn.Module], path: _Path) -> Any:

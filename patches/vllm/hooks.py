@@ -33,6 +33,16 @@ _HOOKS = (
         "OpenAIServingModels",
         "tensor_dedup.patches.vllm.model_cards:patch",
     ),
+    _Hook(
+        "vllm.entrypoints.rl.offline",
+        "RLOfflineMixin",
+        "tensor_dedup.patches.vllm.step_updates:patch_offline",
+    ),
+    _Hook(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        "tensor_dedup.patches.vllm.step_updates:patch_async",
+    ),
     _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments:patch"),
     _Hook(
         "vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.arguments:patch_load_config"
@@ -43,7 +53,7 @@ _installed: set[str] = set()
 
 
 def install() -> None:
-    """Patch vLLM's modules for arguments, load configuration and `/v1/models`.
+    """Patch vLLM's modules for arguments, load configuration, `/v1/models` and weight updates.
 
     A module that is not imported yet is patched when it is imported. Calling this function again
     has no effect. It is safe from any thread, and imports neither vllm nor torch.

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
@@ -45,6 +45,7 @@ from tensor_dedup.loader.report import ModelReport, add, loaded_beside
 from tensor_dedup.loader.residents.manager import call_this_process
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.takeover import Built, note_loaded
+from tensor_dedup.loader.thread_dtype import ThreadDtype
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
@@ -61,7 +62,7 @@ from tensor_dedup.patches.vllm import (
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_formats import KEY, split
 from tensor_dedup.patches.vllm.plain_loads import plain_loader
-from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
+from tensor_dedup.patches.vllm.run import BuildElsewhere, LoadRun, load, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.server_names import server_name
 from tensor_dedup.store.store import LocalStore
@@ -160,6 +161,9 @@ class TensorDedupLoader(ReadingLoader):
         self._largest: tuple[str, ...] = ()  # of what was loaded: digests
         self._with_base: str | None = None  # the model that takes layers from a base
         self._frozen: FrozenLayers | None = None  # what it took when nothing was deferred
+        # Set it to load in a thread beside the one in which a model runs. That one then builds the
+        # modules, because vLLM's constructors need settings of the whole process.
+        self.build_elsewhere: BuildElsewhere | None = None
         self._built: Built | None = None  # the model as it was before its weights
         super().__init__(
             dataclasses.replace(
@@ -390,6 +394,8 @@ class TensorDedupLoader(ReadingLoader):
         share: bool = False,
     ) -> _Loaded:
         """Load with vLLM's own loader of this model; with `share`, share the result."""
+        if self.build_elsewhere is not None:
+            raise UnsupportedError(f"not while another model runs: {reason}")
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
         with scales_kept():
             model = self._loaded_by_vllm(vllm_config, model_config, prefix)
@@ -466,9 +472,10 @@ class TensorDedupLoader(ReadingLoader):
     ) -> _Loaded:
         device = self._device(vllm_config)
         dtype = cast("torch.dtype", model_config.dtype)  # vLLM has resolved "auto" by now
+        beside = self.build_elsewhere is not None  # another thread computes with another model
         with (
             WITHOUT_FULL_COLLECTIONS,
-            restored_on_failure(vllm_config),
+            nullcontext() if beside else restored_on_failure(vllm_config),
             LoadRun(
                 self.dedup,
                 dtype,
@@ -477,7 +484,7 @@ class TensorDedupLoader(ReadingLoader):
                 DEVICES.at(device),
                 FrozenLayers(self.dedup, trust=trust_hints) if self._with_base else None,
             ) as run,
-            set_default_torch_dtype(dtype),
+            ThreadDtype(dtype) if beside else set_default_torch_dtype(dtype),
             self._finding_once(),
         ):
             loaded = load(
@@ -488,6 +495,7 @@ class TensorDedupLoader(ReadingLoader):
                 create=lambda: versions.create_model(self, vllm_config, model_config, prefix),
                 load_weights=lambda model: self._weights_told(model, model_config),
                 weights=self._plannable_weights(model_config),
+                build_elsewhere=self.build_elsewhere,
             )
             self._largest = run.largest()
             return loaded

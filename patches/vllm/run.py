@@ -88,6 +88,9 @@ _TRACING_ERRORS = (
 )  # fmt: skip
 
 
+BuildElsewhere = Callable[[Callable[[], nn.Module]], nn.Module]
+
+
 def load(
     run: LoadRun,
     vllm_config: VllmConfig,
@@ -97,13 +100,16 @@ def load(
     create: Callable[[], nn.Module],
     load_weights: Callable[[nn.Module], bool],
     weights: Weights | None = None,
+    build_elsewhere: BuildElsewhere | None = None,
 ) -> tuple[nn.Module, ModelReport]:
     """Load a model onto `device`, share its tensors, and return the model and a report.
 
     `run` is the state of this load. `create` builds the module tree. `load_weights` runs the
     model's own loading code, and returns whether that code has reported which weights it loaded.
     `weights` returns the iterator of the checkpoint's tensors that the loading code gets, or is
-    None if a load plan must not be used or made. If the load fails, `vllm_config` may have changed.
+    None if a load plan must not be used or made. `build_elsewhere` calls a function that builds the
+    module tree, in another thread, and returns its result; without it, this thread calls the
+    function. If the load fails, `vllm_config` may have changed.
 
     Raises:
         UnsupportedError: The model must be loaded without sharing.
@@ -112,7 +118,8 @@ def load(
         ChangedFileError: A file of the checkpoint changed during the load.
         AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
-    model = run.build(create, device)
+    build = functools.partial(run.build, create, device)
+    model = build() if build_elsewhere is None else build_elsewhere(build)
     planned = weights is not None and run.follow_plan(model, vllm_config, model_config, weights)
     if not planned:
         updated = is_written_later(vllm_config)

@@ -18,12 +18,20 @@ import copy
 import dataclasses
 import json
 import logging
+import os
+import queue
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
+import torch
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -31,6 +39,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io import stub_folder
@@ -40,12 +49,14 @@ from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
     from vllm.config import VllmConfig, WeightTransferConfig
+
+    from tensor_dedup.patches.vllm.run import BuildElsewhere
 
 _log = logging.getLogger(__name__)
 
+_NICE: Final = 5
+_BUILT_WITHIN_S: Final = 60.0
 # Of a checkpoint's config.json: what does not say how the model computes.
 _NOT_COMPARED: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 
@@ -115,6 +126,7 @@ class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
                     "the update would not reach all weights; drop one of the two",
                     setting=name,
                 )
+        self._preparation: Preparation | None = None
         self._takeover: Takeover | None = None
         self._checkout: Checkout | None = None
 
@@ -124,6 +136,27 @@ class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
     def start_weight_update(self) -> None:
         """Begin an update. What an earlier one has loaded, and not changed to, is dropped."""
         self._takeover = self._checkout = None
+
+    def prepare(self, update_info: dict[str, Any]) -> None:
+        """Begin to load a step in the background, for the next `update_weights` with it.
+
+        The model runs meanwhile. Call `is_prepared` until it returns True. If the step cannot be
+        loaded, `update_weights` raises the error. `update_info` is that of `update_weights`.
+
+        Raises:
+            ValueError: `update_info` is invalid.
+        """
+        self._takeover = self._checkout = None
+        update = self.parse_update_info(update_info)
+        if self._preparation is None or self._preparation.update != update:
+            self._preparation = Preparation(self.vllm_config, update)
+
+    def is_prepared(self) -> bool:
+        """Return whether the step is loaded, or could not be, which `update_weights` then says.
+
+        The modules of the step's model are built in this call, by the thread of the model.
+        """
+        return self._preparation is None or self._preparation.is_done()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a step beside the running model, which stays as it is.
@@ -140,11 +173,14 @@ class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
     def receive_weights(self, update_info: StepUpdateInfo) -> None:
         """Load a step; the same as `update_weights`, with the fields in a StepUpdateInfo."""
         self._takeover = self._checkout = None
-        checkout = self._find(update_info)
-        self._require_same_model(checkout)
-        fresh = load_beside(self.vllm_config, checkout)
-        self._takeover = Takeover.plan(self.model, fresh)
-        self._checkout = checkout
+        prepared, self._preparation = self._preparation, None
+        loaded = None
+        if prepared is not None and prepared.update == update_info:
+            loaded = prepared.result()
+        if loaded is None:
+            loaded = load_beside(self.vllm_config, update_info)
+        self._takeover = Takeover.plan(self.model, loaded.model)
+        self._checkout = loaded.checkout
 
     def finish_weight_update(self) -> None:
         """Change to the step that was loaded.
@@ -164,25 +200,32 @@ class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
-        self._takeover = self._checkout = None
+        self._preparation = self._takeover = self._checkout = None
 
-    def _find(self, update: StepUpdateInfo) -> Checkout:
-        extra: Mapping[str, Any] = self.vllm_config.load_config.model_loader_extra_config
-        config, _ = split(extra[KEY])
-        url = update.url if update.url is not None else step_url(extra, update.step)
-        return stub_folder.resolve(url, config.store_folder, config.remote)
 
-    def _require_same_model(self, checkout: Checkout) -> None:
-        """Check that the step has the configuration of the model that runs."""
-        now, then = (_config_of(each) for each in (self.vllm_config.model_config.model, checkout.folder))
-        odd = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
-        if odd - _NOT_COMPARED:
-            key = min(odd - _NOT_COMPARED)
-            raise UnsupportedError(
-                f"{checkout.url} is another model than the one that runs: in its config.json "
-                f"{key} is {then.get(key)!r}, not {now.get(key)!r}; start an engine with it",
-                url=checkout.url,
-            )
+class LoadedStep(NamedTuple):
+    """A step that was loaded: the stored checkpoint, and the model with its weights."""
+
+    checkout: Checkout
+    model: nn.Module
+
+
+def _find(vllm_config: VllmConfig, update: StepUpdateInfo) -> Checkout:
+    """Find a step in the store, or pull it, and check that it is the model that runs."""
+    extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
+    config, _ = split(extra[KEY])
+    url = update.url if update.url is not None else step_url(extra, update.step)
+    checkout = stub_folder.resolve(url, config.store_folder, config.remote)
+    now, then = (_config_of(each) for each in (vllm_config.model_config.model, checkout.folder))
+    odd = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
+    if odd - _NOT_COMPARED:
+        key = min(odd - _NOT_COMPARED)
+        raise UnsupportedError(
+            f"{checkout.url} is another model than the one that runs: in its config.json {key} is "
+            f"{then.get(key)!r}, not {now.get(key)!r}; start an engine with it",
+            url=checkout.url,
+        )
+    return checkout
 
 
 def step_url(extra: Mapping[str, Any], step: int | str | None) -> str:
@@ -214,11 +257,82 @@ def _extra(load_config: Any, checkout: Checkout) -> dict[str, Any]:
     return {**extra, KEY: {**extra[KEY], "stored": checkout.to_dict()}}
 
 
-def load_beside(vllm_config: VllmConfig, checkout: Checkout) -> nn.Module:
-    """Load a stored checkpoint as another model of the engine with this configuration.
+class Preparation:
+    """A load in the background, in a thread of its own, beside the model that runs.
 
-    The configuration is left as it is. Raises the errors of the loader.
+    The thread of the model must call `is_done` again and again, because it builds the modules.
     """
+
+    def __init__(self, vllm_config: VllmConfig, update: StepUpdateInfo) -> None:
+        """Begin to load a step for the engine with this configuration."""
+        self.update = update
+        self._vllm_config = vllm_config
+        self._builds: queue.SimpleQueue[tuple[Callable[[], nn.Module], Future[nn.Module]]]
+        self._builds = queue.SimpleQueue()
+        self._result: Future[LoadedStep] = Future()
+        # A daemon: a process that ends does not wait for weights that nobody will use.
+        threading.Thread(target=self._run, name="tensor-dedup-step", daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            # Of this thread alone, and those that it starts: answers come first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            made = load_beside(self._vllm_config, self.update, self._build_elsewhere)
+        except BaseException as error:  # noqa: BLE001  # for the thread that asks
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(made)
+
+    def _build_elsewhere(self, build: Callable[[], nn.Module]) -> nn.Module:
+        built: Future[nn.Module] = Future()
+        self._builds.put((build, built))
+        return built.result(_BUILT_WITHIN_S)  # or the engine has gone, and with it who asks
+
+    def is_done(self) -> bool:
+        """Build what is to be built, and return whether the load has ended."""
+        with suppress(queue.Empty):
+            build, built = self._builds.get_nowait()
+            if built.set_running_or_notify_cancel():
+                try:
+                    built.set_result(_built(self._vllm_config, build))
+                except BaseException as error:  # noqa: BLE001  # for the thread that loads
+                    built.set_exception(error)
+        return self._result.done()
+
+    def result(self) -> LoadedStep | None:
+        """Wait for the end of the load, and return what was loaded, or None if it failed."""
+        while not self.is_done():
+            time.sleep(0.001)
+        error = self._result.exception()
+        if error is None:
+            return self._result.result()
+        _log.warning("a step could not be loaded while the model runs: %s", str(error))
+        return None
+
+
+def _built(vllm_config: VllmConfig, build: Callable[[], nn.Module]) -> nn.Module:
+    """Call `build` with the settings of the process that constructors need."""
+    dtype = cast("torch.dtype", vllm_config.model_config.dtype)
+    # Constructors fill what the checkpoint then overwrites; samplers draw from the same generator.
+    with set_default_torch_dtype(dtype), torch.random.fork_rng(devices=[]):
+        return build()
+
+
+def load_beside(
+    vllm_config: VllmConfig, update: StepUpdateInfo, build_elsewhere: BuildElsewhere | None = None
+) -> LoadedStep:
+    """Load a step as another model of the engine with this configuration.
+
+    With `build_elsewhere`, this thread loads while another one runs the engine's model. The
+    function then calls its argument, which builds the modules, in that thread. The configuration
+    is left as it is.
+
+    Raises:
+        StoreError: The store does not have the step, or it is damaged.
+        UnsupportedError: The step is of another model.
+    """
+    checkout = _find(vllm_config, update)
     other = copy.copy(vllm_config)
     # Layers enter themselves there under their names, of which there can be one each.
     other.compilation_config = copy.copy(vllm_config.compilation_config)
@@ -232,6 +346,13 @@ def load_beside(vllm_config: VllmConfig, checkout: Checkout) -> nn.Module:
         vllm_config.load_config,
         model_loader_extra_config=_extra(vllm_config.load_config, checkout),
     )
-    loader = get_model_loader(other.load_config)
-    with set_current_vllm_config(other):
-        return loader.load_model(vllm_config=other, model_config=other.model_config)
+    loader: Any = get_model_loader(other.load_config)
+    loader.build_elsewhere = build_elsewhere
+    try:
+        # For the whole process; what the engine's thread does meanwhile does not look at it, or
+        # finds there what it would set.
+        with set_current_vllm_config(other):
+            made: nn.Module = loader.load_model(vllm_config=other, model_config=other.model_config)
+            return LoadedStep(checkout, made)
+    finally:
+        other.compilation_config.static_forward_context.clear()

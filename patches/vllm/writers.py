@@ -19,6 +19,7 @@ from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written,
 from tensor_dedup.patches.vllm.kernels import packs_int8, scales_kept
 from tensor_dedup.patches.vllm.load_formats import follows_steps
 from tensor_dedup.patches.vllm.seams import usable
+from tensor_dedup.patches.vllm.step_updates import patch_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ def install() -> None:
         wrapt.when_imported(name)(_patch)
     if usable("updates"):
         wrapt.when_imported(_WORKER)(_patch_updates)
+    wrapt.when_imported(_WORKER)(patch_worker)
 
 
 def _patch(module: ModuleType) -> None:

@@ -1,0 +1,149 @@
+"""`update_weights` of vLLM's engines, to another step of a training in one call.
+
+vLLM's own protocol has three calls: start, update, finish. With the weight transfer backend
+`tensor_dedup`, `update_weights` alone does all of it: the step is pulled from the remote by the
+process of the caller, loaded beside the running model while requests are answered, and then
+changed to. After `start_weight_update`, the three calls work as vLLM documents them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.patches.vllm.load_formats import KEY, follows_steps, split
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_log = logging.getLogger(__name__)
+
+_PREPARE: Final = "prepare_weight_update"
+_PREPARED: Final = "is_weight_update_prepared"
+_POLL_S: Final = 0.02
+# On an engine: between start_weight_update and finish_weight_update of the caller's own.
+_STARTED: Final = "_tensor_dedup_update_started"
+
+
+def patch_worker(module: ModuleType) -> None:
+    """Add the two methods to vLLM's worker that prepare an update. `module` has its class."""
+
+    def prepare_weight_update(self: Any, update_info: dict[str, Any]) -> None:
+        self.weight_transfer_engine.prepare(update_info)
+
+    def is_weight_update_prepared(self: Any) -> bool:
+        return bool(self.weight_transfer_engine.is_prepared())
+
+    setattr(module.Worker, _PREPARE, prepare_weight_update)
+    setattr(module.Worker, _PREPARED, is_weight_update_prepared)
+
+
+def patch_offline(module: ModuleType) -> None:
+    """Wrap `LLM.update_weights`. `module` is vllm.entrypoints.rl.offline. Idempotent."""
+    engine: Any = module.RLOfflineMixin
+    update = getattr(engine, "update_weights", None)
+    if update is None or update.__code__.co_filename == __file__:
+        return
+
+    @functools.wraps(update)
+    def update_weights(self: Any, request: Any = None) -> Any:
+        vllm_config = self.llm_engine.vllm_config
+        if not follows_steps(vllm_config) or getattr(self, _STARTED, False):
+            return update(self, request)
+        # Nothing is answered while the caller is here, so nothing has to be prepared.
+        wanted = _fetched(vllm_config, update_info_of(request))
+        self.llm_engine.collective_rpc("start_weight_update")
+        self.llm_engine.collective_rpc("update_weights", kwargs={"update_info": wanted})
+        self.llm_engine.collective_rpc("finish_weight_update")
+        return None
+
+    engine.update_weights = update_weights
+    _note_session(engine)
+
+
+def patch_async(module: ModuleType) -> None:
+    """Wrap `AsyncLLM.update_weights`. `module` is vllm.v1.engine.async_llm. Idempotent."""
+    engine: Any = module.AsyncLLM
+    update = getattr(engine, "update_weights", None)
+    if update is None or update.__code__.co_filename == __file__:
+        return
+
+    @functools.wraps(update)
+    async def update_weights(self: Any, request: Any = None) -> Any:
+        if not follows_steps(self.vllm_config) or getattr(self, _STARTED, False):
+            return await update(self, request)
+        wanted = await asyncio.to_thread(_fetched, self.vllm_config, update_info_of(request))
+        info = {"update_info": wanted}
+        await self.collective_rpc(_PREPARE, kwargs=info)
+        while not all(await self.collective_rpc(_PREPARED)):
+            await asyncio.sleep(_POLL_S)
+        began = time.perf_counter()
+        await self.collective_rpc("start_weight_update")
+        await self.collective_rpc("update_weights", kwargs=info)
+        await self.collective_rpc("finish_weight_update")
+        _log.info("changed to %s in %.3f s", wanted["url"], time.perf_counter() - began)
+        return None
+
+    engine.update_weights = update_weights
+    _note_session(engine)
+
+
+def _note_session(engine: Any) -> None:
+    """Note on each engine whether its caller has started an update, and not yet finished it."""
+    for name, started in (("start_weight_update", True), ("finish_weight_update", False)):
+        setattr(engine, name, _noting(getattr(engine, name), started=started))
+
+
+def _noting(original: Callable[..., Any], *, started: bool) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noted(self: Any, *args: Any, **options: Any) -> Any:
+        setattr(self, _STARTED, started)
+        return original(self, *args, **options)
+
+    return noted
+
+
+def update_info_of(request: object) -> dict[str, Any]:
+    """Return the `update_info` of a request to update weights; by default, of the latest step.
+
+    A request is one of vLLM's, a dict with the item "update_info", or that item by itself.
+
+    Raises:
+        ConfigError: `request` is something else.
+    """
+    found = getattr(request, "update_info", request)
+    if isinstance(found, Mapping) and set(found) == {"update_info"}:
+        found = found["update_info"]
+    if found is None:
+        return {"step": "latest"}
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f'update_weights was given {found!r}; give {{"step": 12}}, {{"step": "latest"}} or '
+            '{"url": "store://RUN@STEP"}',
+            value=repr(found),
+        )
+    return dict(found)
+
+
+def _fetched(vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
+    """Pull the step that is asked for, and return `update_info` with its URL alone."""
+    from tensor_dedup.patches.vllm.weight_transfer import StepUpdateInfo, step_url
+
+    try:
+        from tensor_dedup.publishing.subscriber import fetch_step
+    except ImportError:
+        fetch_step = lambda config, url: url
+
+    try:
+        asked = StepUpdateInfo(**update_info)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"update_weights: {error}", value=repr(update_info)) from error
+    extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
+    url = asked.url if asked.url is not None else step_url(extra, asked.step)
+    config, _ = split(extra[KEY])
+    return {"url": fetch_step(config, url)}
