@@ -34,7 +34,7 @@ NEWEST_VERSION: Final = "0.33"
 RECENT: Final = (RECORDED_VERSION, NEWEST_VERSION)
 EVERY: Final = ("0.26", "0.28", *RECENT)
 
-Part = Literal["arguments", "loader", "reload", "updates", "sleep", "profile", "cards"]
+Part = Literal["arguments", "loader", "reload", "updates", "sleep", "profile", "cards", "steps"]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: Final[dict[str, str]] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
@@ -43,6 +43,7 @@ WITHOUT: Final[dict[str, str]] = {
     "updates": "a weight update keeps the memory that was shared before it, as long as the model",
     "sleep": "`enable_sleep_mode` is refused together with `tensor_dedup`",
     "cards": "`/v1/models` does not tell of layers that a model takes from a base",
+    "steps": "a running engine cannot change to another step of its run",
     "profile": "on a GPU it may count shared weights otherwise than once",
 }
 
@@ -362,6 +363,78 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         "(self)",
         optional=True,
         versions=RECENT,
+    ),
+    *(
+        VllmSeam(target, "steps", how, signature, optional=True, versions=RECENT)
+        for target, how, signature in (
+            (
+                "vllm.entrypoints.rl.offline:RLOfflineMixin.update_weights",
+                "wrapped: fetches a step, loads it and changes to it, in one call",
+                "(self, request)",
+            ),
+            (
+                "vllm.entrypoints.rl.offline:RLOfflineMixin.start_weight_update",
+                "wrapped: from here on, the caller makes the calls of an update by himself",
+                "(self)",
+            ),
+            (
+                "vllm.entrypoints.rl.offline:RLOfflineMixin.finish_weight_update",
+                "wrapped: until here",
+                "(self, weight_version=None)",
+            ),
+            (
+                "vllm.v1.engine.async_llm:AsyncLLM.update_weights",
+                "wrapped: as above, while requests are answered",
+                "(self, request)",
+            ),
+            (
+                "vllm.v1.engine.async_llm:AsyncLLM.start_weight_update",
+                "wrapped: as above",
+                "(self)",
+            ),
+            (
+                "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update",
+                "wrapped: as above",
+                "(self, weight_version=None)",
+            ),
+            (
+                "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
+                "called: reaches the workers of an engine",
+                "(self, method, timeout=None, args=(), kwargs=None)",
+            ),
+            (
+                "vllm.distributed.weight_transfer.factory:"
+                "WeightTransferEngineFactory.register_engine",
+                "called: makes `tensor_dedup` a weight transfer backend (public)",
+                "(name, module_path_or_cls, class_name=None)",
+            ),
+            (
+                "vllm.distributed.weight_transfer.base:WeightTransferEngine.__init__",
+                "overridden: an engine that was not loaded by this package is refused",
+                "(self, config, vllm_config, device, model)",
+            ),
+            *(
+                (
+                    f"vllm.distributed.weight_transfer.base:WeightTransferEngine.{name}",
+                    f"overridden: {how}",
+                    signature,
+                )
+                for name, how, signature in (
+                    ("init_transfer_engine", "there is no connection", "(self, init_info)"),
+                    ("start_weight_update", "drops what was not changed to", "(self)"),
+                    ("update_weights", "loads a step beside the model", "(self, update_info)"),
+                    ("receive_weights", "the same", "(self, update_info)"),
+                    ("finish_weight_update", "changes to the step", "(self)"),
+                    ("shutdown", "drops what was not changed to", "(self)"),
+                )
+            ),
+        )
+    ),
+    VllmSeam(
+        "vllm.config:set_current_vllm_config",
+        "steps",
+        "entered while a step is loaded, as vLLM's worker does",
+        "(vllm_config, check_compile=False, prefix=None)",
     ),
     # From here on: what nobody replaces, but is imported, read or called.
     VllmSeam(

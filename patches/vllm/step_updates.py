@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_PREPARE: Final = "prepare_weight_update"
-_PREPARED: Final = "is_weight_update_prepared"
+_PREPARE: Final = "tensor_dedup_prepare_update"
+_PREPARED: Final = "tensor_dedup_update_is_prepared"
 _POLL_S: Final = 0.02
 # On an engine: between start_weight_update and finish_weight_update of the caller's own.
 _STARTED: Final = "_tensor_dedup_update_started"
@@ -33,14 +33,14 @@ _STARTED: Final = "_tensor_dedup_update_started"
 def patch_worker(module: ModuleType) -> None:
     """Add the two methods to vLLM's worker that prepare an update. `module` has its class."""
 
-    def prepare_weight_update(self: Any, update_info: dict[str, Any]) -> None:
+    def prepare(self: Any, update_info: dict[str, Any]) -> None:
         self.weight_transfer_engine.prepare(update_info)
 
-    def is_weight_update_prepared(self: Any) -> bool:
+    def is_prepared(self: Any) -> bool:
         return bool(self.weight_transfer_engine.is_prepared())
 
-    setattr(module.Worker, _PREPARE, prepare_weight_update)
-    setattr(module.Worker, _PREPARED, is_weight_update_prepared)
+    setattr(module.Worker, _PREPARE, prepare)
+    setattr(module.Worker, _PREPARED, is_prepared)
 
 
 def patch_offline(module: ModuleType) -> None:
@@ -53,10 +53,12 @@ def patch_offline(module: ModuleType) -> None:
     @functools.wraps(update)
     def update_weights(self: Any, request: Any = None) -> Any:
         vllm_config = self.llm_engine.vllm_config
-        if not follows_steps(vllm_config) or getattr(self, _STARTED, False):
+        if not follows_steps(vllm_config):
             return update(self, request)
-        # Nothing is answered while the caller is here, so nothing has to be prepared.
         wanted = _fetched(vllm_config, update_info_of(request))
+        if getattr(self, _STARTED, False):
+            return update(self, {"update_info": wanted})
+        # Nothing is answered while the caller is here, so nothing has to be prepared.
         self.llm_engine.collective_rpc("start_weight_update")
         self.llm_engine.collective_rpc("update_weights", kwargs={"update_info": wanted})
         self.llm_engine.collective_rpc("finish_weight_update")
@@ -131,13 +133,12 @@ def update_info_of(request: object) -> dict[str, Any]:
 
 
 def _fetched(vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
-    """Pull the step that is asked for, and return `update_info` with its URL alone."""
-    from tensor_dedup.patches.vllm.weight_transfer import StepUpdateInfo, step_url
+    """Pull the step that is asked for, and return `update_info` with its URL alone.
 
-    try:
-        from tensor_dedup.publishing.subscriber import fetch_step
-    except ImportError:
-        fetch_step = lambda config, url: url
+    What "latest" means is found out here, once for all workers of the engine.
+    """
+    from tensor_dedup.patches.vllm.weight_transfer import StepUpdateInfo, step_url
+    from tensor_dedup.publishing.subscriber import fetch_step
 
     try:
         asked = StepUpdateInfo(**update_info)
@@ -146,4 +147,5 @@ def _fetched(vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
     extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
     url = asked.url if asked.url is not None else step_url(extra, asked.step)
     config, _ = split(extra[KEY])
-    return {"url": fetch_step(config, url)}
+    # Another checkpoint than a step is pulled by the first worker that needs it.
+    return {"url": fetch_step(config, url) if "@" in url else url}

@@ -33,11 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 import torch
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -46,6 +42,8 @@ from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
 from tensor_dedup.loader.takeover import Takeover
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
+from tensor_dedup.patches.vllm.seams import why_not
+from tensor_dedup.store.format.names import run_of_latest
 from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
@@ -62,12 +60,12 @@ _NOT_COMPARED: Final = frozenset({"transformers_version", "_name_or_path", "dtyp
 
 
 @dataclass
-class StepInitInfo(WeightTransferInitInfo):
+class StepInitInfo:
     """There is nothing to agree on: steps come from a store."""
 
 
 @dataclass
-class StepUpdateInfo(WeightTransferUpdateInfo):
+class StepUpdateInfo:
     """The checkpoint to change to: `step` of the run that was loaded, or `url`, a `store://NAME`.
 
     `step` is the number of a step, or "latest" for the step that was saved last.
@@ -88,7 +86,7 @@ class StepUpdateInfo(WeightTransferUpdateInfo):
             raise ValueError(f"url={self.url!r} is not {STORE_SCHEME}NAME")
 
 
-class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
+class StepTransferEngine(WeightTransferEngine[Any, Any]):
     """A weight transfer engine that changes the model to another step of its run.
 
     `update_weights` loads the step beside the running model, and `finish_weight_update` changes to
@@ -113,6 +111,8 @@ class StepTransferEngine(WeightTransferEngine[StepInitInfo, StepUpdateInfo]):
             UnsupportedError: Something else changes the weights or modules of the model.
         """
         super().__init__(config, vllm_config, device, model)
+        if (reason := why_not("steps")) is not None:
+            raise UnsupportedError(reason)
         if str(vllm_config.load_config.load_format) != LOAD_FORMAT:
             raise ConfigError(
                 'the weight transfer backend "tensor_dedup" needs an engine that was loaded with '
@@ -215,6 +215,12 @@ def _find(vllm_config: VllmConfig, update: StepUpdateInfo) -> Checkout:
     extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
     config, _ = split(extra[KEY])
     url = update.url if update.url is not None else step_url(extra, update.step)
+    if run_of_latest(url.removeprefix(STORE_SCHEME)) is not None:
+        raise ConfigError(
+            f"{url} may be one step to one worker and another to the next; give the number of a "
+            "step, or call the engine's update_weights, which finds it out",
+            url=url,
+        )
     checkout = stub_folder.resolve(url, config.store_folder, config.remote)
     now, then = (_config_of(each) for each in (vllm_config.model_config.model, checkout.folder))
     odd = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}

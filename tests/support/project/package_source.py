@@ -77,13 +77,14 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *(
             "report",
             "torch_dtypes",
+            "thread_dtype",
             "process_state",
             "load_lock",
             "not_shared",
             "residents",
             "cuda",
         ),
-        *("checkpoint_io", "unsharing", "deferred", "post_load"),
+        *("takeover", "checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
         *("errors", "reentry", "state", "adapters", "in_flight", "values", "retention"),

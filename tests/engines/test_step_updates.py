@@ -1,0 +1,301 @@
+"""A running engine changes to another step of its run, wholly or not at all.
+
+The oracle is an engine that loads the step.
+"""
+
+import asyncio
+import gc
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
+from store_runs import damage
+from tensor_dedup import Store
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.takeover import Takeover
+from tensor_dedup.store.errors import CorruptTensorError
+from tensor_dedup.training import CheckpointStore
+from vllm_runs import engines, plain, shared
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+pytestmark = pytest.mark.vllm
+
+_RUN = "policy"
+_BACKEND = {"backend": "tensor_dedup"}
+_SHORT = {"llama_tied", "deepseek_v2", "gpt_oss"}  # tied; latent attention; experts
+
+
+def _steps(arch: str, root: Path) -> Path:
+    """A store with three steps of a run: unlike, and the third a little unlike the first."""
+    pair = checkpoints.make(arch, root / "checkpoints")
+    other = checkpoints.same_header(pair.base, root / "other")
+    with CheckpointStore(root / "store", _RUN, config=pair.base) as run:
+        for number, folder in enumerate((pair.base, other, pair.fine_tune)):
+            run.save(checkpoints.tensors(folder), number)
+    return root / "store"
+
+
+def _engine(store: Path, step: int, *, follow: bool = True, **config: Any) -> "LLM":
+    options: dict[str, Any] = {"weight_transfer_config": _BACKEND} if follow else {}
+    return plain.engine(
+        f"store://{_RUN}@{step}", tensor_dedup={"store": str(store), **config}, **options
+    )
+
+
+def _held(llm: "LLM") -> dict[str, str]:
+    """A digest of each parameter and buffer of an engine's model."""
+    model = plain.model(llm)
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: engines.fingerprint(tensor) for name, tensor in every}
+
+
+def _seen(llm: "LLM") -> tuple[Any, dict[str, str]]:
+    llm.llm_engine.reset_prefix_cache()
+    return plain.outputs(llm), _held(llm)
+
+
+def _fresh(store: Path, step: int, **config: Any) -> tuple[Any, dict[str, str]]:
+    llm = _engine(store, step, follow=False, **config)
+    found = _seen(llm)
+    plain.let_go(llm)
+    return found
+
+
+def follow_everywhere(arch: str, root: str, policy: str) -> list[bool]:
+    """Change to steps, there and back; return whether each equals a fresh load of that step."""
+    store = _steps(arch, Path(root))
+    expected = [_fresh(store, step, cpu_weights=policy) for step in range(3)]
+    assert len({repr(each) for each in expected}) == 3, "the steps do not differ"
+    llm = _engine(store, 0, cpu_weights=policy)
+    equal = [_seen(llm) == expected[0]]
+    for step in (1, 2, 0, 0, 1):
+        llm.update_weights({"step": step})
+        equal.append(_seen(llm) == expected[step])
+    plain.let_go(llm)
+    return equal
+
+
+@pytest.mark.parametrize("policy", ["packed", "plain"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[] if arch in _SHORT else [pytest.mark.long])
+        for arch in checkpoints.ARCHITECTURES
+        if arch not in checkpoints.POOLING
+    ],
+)
+def test_after_each_update_a_model_equals_a_fresh_load(
+    arch: str, policy: str, tmp_path: Path
+) -> None:
+    assert fresh.call_forked(follow_everywhere, arch, str(tmp_path), policy) == [True] * 6
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("step-updates")
+    found = _steps("llama", root)
+    engines.warm_up(checkpoints.make("llama", root / "checkpoints").base)
+    return found
+
+
+@pytest.fixture
+def llm(store: Path) -> Iterator["LLM"]:
+    """An engine at step 0."""
+    made = _engine(store, 0, cpu_weights="plain")
+    yield made
+    plain.let_go(made)
+    gc.collect()
+
+
+def test_a_parameter_remains_the_same_object(store: Path, llm: "LLM") -> None:
+    before = dict(plain.model(llm).named_parameters())
+    bytes_before = _held(llm)
+    llm.update_weights({"update_info": {"url": f"store://{_RUN}@1"}})
+    after = dict(plain.model(llm).named_parameters())
+    assert _held(llm) != bytes_before
+    assert before.keys() == after.keys()
+    assert all(after[name] is parameter for name, parameter in before.items())
+
+
+def test_latest_is_the_step_that_was_saved_last(store: Path, llm: "LLM") -> None:
+    expected = _fresh(store, 2, cpu_weights="plain")
+    assert _seen(llm) != expected
+    llm.update_weights()  # type: ignore[call-arg]
+    assert _seen(llm) == expected
+
+
+def test_the_memory_of_the_former_step_is_freed_at_once(store: Path, llm: "LLM") -> None:
+    gc.collect()
+    gc.disable()  # what would wait for a collection must not be needed
+    try:
+        before = {id(each) for each in registry.residents()}
+        assert before
+        held = sum(each.nbytes for each in registry.residents())
+        llm.update_weights({"step": 1})
+        assert not before & {id(each) for each in registry.residents()}
+        assert sum(each.nbytes for each in registry.residents()) == held
+    finally:
+        gc.enable()
+
+
+def test_engines_at_one_step_share_it(store: Path, llm: "LLM") -> None:
+    second = _engine(store, 0, cpu_weights="plain")
+    assert shared.everything(llm, second)
+    llm.update_weights({"step": 1})
+    assert shared.nothing(llm, second)
+    second.update_weights({"step": 1})
+    assert shared.everything(llm, second)
+    plain.let_go(second)
+
+
+def test_vllms_own_protocol_changes_at_its_end(store: Path, llm: "LLM") -> None:
+    at_0, at_1 = _seen(llm), _fresh(store, 1, cpu_weights="plain")
+    llm.start_weight_update()
+    llm.update_weights({"update_info": {"step": 1}})
+    assert _seen(llm) == at_0
+    llm.finish_weight_update(weight_version="mine")
+    assert _seen(llm) == at_1
+    assert llm.get_weight_version() == "mine"
+
+
+def test_the_last_step_that_was_loaded_is_the_one_to_change_to(store: Path, llm: "LLM") -> None:
+    llm.start_weight_update()
+    llm.update_weights({"step": 1})
+    llm.update_weights({"step": 2})
+    llm.finish_weight_update()
+    assert _seen(llm) == _fresh(store, 2, cpu_weights="plain")
+    llm.start_weight_update()
+    with pytest.raises(UnsupportedError, match="call update_weights before"):
+        llm.finish_weight_update()
+
+
+def test_a_damaged_step_leaves_the_engine_where_it_was(tmp_path: Path) -> None:
+    store = _steps("llama", tmp_path)
+    llm = _engine(store, 0, cpu_weights="plain")
+    before, at_2 = _seen(llm), _fresh(store, 2, cpu_weights="plain")
+    with Store.open(store) as opened:
+        damage.damage_piece(opened, f"{_RUN}@1", "model.norm.weight")
+    with pytest.raises(CorruptTensorError):
+        llm.update_weights({"step": 1})
+    assert _seen(llm) == before
+    llm.update_weights({"step": 2})  # the next one repairs
+    assert _seen(llm) == at_2
+    plain.let_go(llm)
+
+
+def test_a_failure_before_the_change_leaves_the_engine_where_it_was(
+    store: Path, llm: "LLM"
+) -> None:
+    before = _seen(llm)
+    with (
+        mock.patch.object(Takeover, "plan", side_effect=UnsupportedError("not now")),
+        pytest.raises(UnsupportedError, match="not now"),
+    ):
+        llm.update_weights({"step": 1})
+    assert _seen(llm) == before
+    llm.update_weights({"step": 1})
+    assert _seen(llm) == _fresh(store, 1, cpu_weights="plain")
+
+
+def test_a_step_of_another_model_is_refused(store: Path, llm: "LLM", tmp_path: Path) -> None:
+    other = checkpoints.make("qwen2", tmp_path).base
+    with CheckpointStore(store, "other", config=other) as run:
+        run.save(checkpoints.tensors(other), 0)
+    before = _seen(llm)
+    with pytest.raises(UnsupportedError, match=r"store://other@0 is another model.*config.json"):
+        llm.update_weights({"url": "store://other@0"})
+    assert _seen(llm) == before
+
+
+@pytest.mark.parametrize(
+    "request_", [{}, {"step": 1, "url": "store://policy@1"}, {"stap": 1}, {"url": "policy@1"}, 7]
+)
+def test_a_request_that_says_nothing_is_refused(llm: "LLM", request_: Any) -> None:
+    before = _held(llm)
+    with pytest.raises(ConfigError, match="update_weights"):
+        llm.update_weights(request_)
+    assert _held(llm) == before
+
+
+def test_a_worker_does_not_guess_what_the_latest_step_is(llm: "LLM") -> None:
+    llm.start_weight_update()
+    wanted = {"update_info": {"step": "latest"}}
+    with pytest.raises(ConfigError, match="one worker and another to the next"):
+        llm.llm_engine.collective_rpc("update_weights", kwargs=wanted)
+
+
+def test_an_engine_without_the_loader_is_refused(tmp_path: Path) -> None:
+    folder = checkpoints.make("llama", tmp_path).base
+    with pytest.raises(ConfigError, match="loaded with tensor_dedup"):
+        plain.engine(folder, weight_transfer_config=_BACKEND)
+
+
+def answer_while_following(root: str) -> tuple[list[int], list[bool]]:
+    """Tokens that came during each update; and is each answer that begins after it of that step?"""
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    store = _steps("llama", Path(root))
+    expected = [_fresh(store, step, cpu_weights="plain")[0][0][0] for step in range(3)]
+    assert len(set(expected)) == 3
+
+    async def answer(llm: AsyncLLM, number: int, tokens: int) -> AsyncIterator[tuple[int, ...]]:
+        how = SamplingParams(max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True)
+        prompt: Any = {"prompt_token_ids": list(plain.PROMPTS[0])}
+        async for each in llm.generate(prompt, how, f"request-{number}"):
+            yield tuple(each.outputs[0].token_ids)
+
+    async def follow() -> tuple[list[int], list[bool]]:
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(  # type: ignore[call-arg]
+                f"store://{_RUN}@0",
+                tensor_dedup={"store": str(store), "cpu_weights": "plain"},
+                weight_transfer_config=_BACKEND,  # type: ignore[arg-type]
+                skip_tokenizer_init=True,
+                max_model_len=256,
+                max_num_seqs=4,
+                enforce_eager=True,
+                disable_log_stats=True,
+                kv_cache_memory_bytes=16 << 20,
+                seed=0,
+            )
+        )
+        numbers, came = itertools.count(), [0]
+
+        async def ask_on() -> None:
+            while True:
+                async for _ in answer(llm, next(numbers), 200):
+                    came[0] += 1
+
+        asking = asyncio.create_task(ask_on())
+        during, right = [], []
+        while not came[0]:
+            await asyncio.sleep(0.01)
+        for step in (1, 2, 0):
+            before = came[0]
+            await llm.update_weights({"step": step})  # type: ignore[arg-type]
+            during.append(came[0] - before)
+            await llm.reset_prefix_cache()
+            found = [each async for each in answer(llm, next(numbers), plain.NEW_TOKENS)]
+            right.append(found[-1] == expected[step])
+        asking.cancel()
+        llm.shutdown()
+        return during, right
+
+    return asyncio.run(follow())
+
+
+def test_requests_are_answered_while_a_step_is_loaded(tmp_path: Path) -> None:
+    during, right = fresh.call_forked(answer_while_following, str(tmp_path))
+    assert all(during)
+    assert right == [True] * 3

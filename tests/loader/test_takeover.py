@@ -1,0 +1,163 @@
+"""What a running model takes over from a new one, and what it keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.takeover import Built, Takeover, note_loaded
+
+
+class Method:
+    """A helper object of a layer, as a quantisation method is."""
+
+    def __init__(self) -> None:
+        self.kernel = "none"
+        self.width = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 3), requires_grad=False)
+        self.register_buffer("scale", torch.zeros(1))
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+        self.method = Method()
+        self.rotary = shared
+        self.cache = None
+
+    def linear(self) -> torch.Tensor:
+        return self.weight.sum()
+
+
+SHARED = nn.Identity()
+
+
+def built() -> tuple[Any, Built]:
+    """Two layers; the second one's weight is the first's."""
+    model = nn.ModuleList([Layer(SHARED), Layer(SHARED)])
+    model[1].weight = model[0].weight
+    return model, Built(model)
+
+
+def loaded(value: float, *, packed: bool = True) -> Any:
+    model, before = built()
+    for number, layer in enumerate(model):
+        layer.weight.data = torch.full((2, 3), value)
+        layer.scale.fill_(value + number)
+        layer.table.fill_(value)
+        layer.method.kernel = f"kernel {value} {number}"
+        if packed:
+            layer.packed = ("form", value, layer.weight, layer.linear)
+    note_loaded(model, before)
+    return model
+
+
+def test_a_running_model_gets_weights_buffers_and_what_processing_set() -> None:
+    running, fresh = loaded(1.0), loaded(2.0)
+    layers, methods = list(running), [layer.method for layer in running]
+    parameters = [layer.weight for layer in running]
+    Takeover.plan(running, fresh).apply()
+    assert list(running) == layers
+    assert [layer.method for layer in running] == methods
+    assert all(layer.weight is one for layer, one in zip(running, parameters, strict=True))
+    for number, layer in enumerate(running):
+        assert torch.equal(layer.weight, torch.full((2, 3), 2.0))
+        assert layer.scale.item() == 2.0 + number
+        assert layer.method.kernel == f"kernel 2.0 {number}"
+        # It refers to the running model, not to the one that is gone.
+        form, value, weight, linear = layer.packed
+        assert (form, value) == ("form", 2.0)
+        assert weight is layer.weight
+        assert linear.__self__ is layer
+
+
+def test_what_the_engine_has_set_stays() -> None:
+    running, fresh = loaded(1.0), loaded(2.0)
+    running[0].cache = kept = torch.ones(4)
+    running[0].table.fill_(7)
+    running[0].method.width = 8
+    Takeover.plan(running, fresh).apply()
+    assert running[0].cache is kept
+    assert running[0].table.item() == 7  # it follows from the configuration
+    assert running[0].method.width == 8
+
+
+def test_what_only_the_former_load_has_set_goes() -> None:
+    running = loaded(1.0)
+    assert running[0].packed
+    Takeover.plan(running, loaded(2.0, packed=False)).apply()
+    assert not hasattr(running[0], "packed")
+    Takeover.plan(running, loaded(3.0)).apply()  # and comes back
+    assert running[1].packed[1] == 3.0
+
+
+def test_the_new_model_keeps_no_memory() -> None:
+    running, fresh = loaded(1.0), loaded(2.0)
+    Takeover.plan(running, fresh).apply()
+    assert sum(parameter.nbytes for parameter in fresh.parameters()) == 0
+    assert running[0].weight.nbytes > 0
+
+
+def test_nothing_changes_before_apply() -> None:
+    running, fresh = loaded(1.0), loaded(2.0)
+    Takeover.plan(running, fresh)
+    assert running[0].weight.unique().tolist() == [1.0]
+    assert running[0].method.kernel == "kernel 1.0 0"
+
+
+def _untied(model: Any) -> None:
+    model[1].weight = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+
+
+def _of_another_shape(model: Any) -> None:
+    model[0].weight.data = torch.zeros(3, 2)
+
+
+def _of_another_dtype(model: Any) -> None:
+    model[1].scale = torch.zeros(1, dtype=torch.float64)
+
+
+def _with_another_module(model: Any) -> None:
+    model[0].rotary = nn.Flatten()
+
+
+def _with_a_module_more(model: Any) -> None:
+    model[0].bias = nn.Identity()
+
+
+def _with_a_parameter_more(model: Any) -> None:
+    model[0].bias = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (_untied, r"1\.weight is tied"),
+        (_of_another_shape, r"0\.weight is torch.float32 \(2, 3\) on cpu and torch.float32 \(3, 2"),
+        (_of_another_dtype, r"1\.scale is torch.float32 \(1,\) on cpu and torch.float64"),
+        (_with_another_module, r"0\.rotary is a Identity and a Flatten"),
+        (_with_a_module_more, r"0\.bias is a module of one of them only"),
+        (_with_a_parameter_more, r"0\.bias is a tensor of one of them only"),
+    ],
+)
+@pytest.mark.parametrize("which", ["running", "fresh"])
+def test_models_that_differ_in_more_than_weights_are_refused(
+    change: object, where: str, which: str
+) -> None:
+    running, fresh = loaded(1.0), loaded(2.0)
+    assert callable(change)
+    change(running if which == "running" else fresh)
+    before = {name: tensor.clone() for name, tensor in running.state_dict().items()}
+    expected = where.partition(" is ")[0] if which == "running" else where
+    with pytest.raises(UnsupportedError, match=expected):
+        Takeover.plan(running, fresh)
+    assert all(torch.equal(before[name], now) for name, now in running.state_dict().items())
+
+
+def test_a_model_of_another_loader_is_refused() -> None:
+    running, _ = built()
+    with pytest.raises(UnsupportedError, match="another loader"):
+        Takeover.plan(running, loaded(2.0))
