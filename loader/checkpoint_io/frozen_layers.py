@@ -115,7 +115,9 @@ class FrozenLayers:
         """
         base, trust = self.wanted.base, self._trust
         if base.startswith(STORE_SCHEME):
-            checkout = resolve(base, self._config.store_folder, self._config.remote)
+            # Each rank is here by itself, and must find the same: RUN@latest is no name.
+            where = self._config.store_folder, self._config.remote
+            checkout = resolve(base, *where, latest=False)
             store = LocalStore.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)
             folder = Path(checkout.folder)

@@ -92,6 +92,7 @@ def resolve(
     remote: str | PathLike[str] | None = None,
     *,
     folders: bool = False,
+    latest: bool = True,
 ) -> Checkout:
     """Find the stored checkpoint `url` (`store://NAME`), and create or restore its stub folder.
 
@@ -99,8 +100,8 @@ def resolve(
     one. A checkpoint that the store does not have is pulled from `remote`, which defaults to the
     remote that the environment or a configuration file names. The latest step of a run,
     `store://RUN@latest`, is looked up there, too, or in the store if there is no remote; the URL of
-    the result names the step. With `folders`, weights files in subfolders are accepted, as in a
-    pipeline.
+    the result names the step. Without `latest`, RUN@latest is a name like any other. With
+    `folders`, weights files in subfolders are accepted, as in a pipeline.
 
     Raises:
         RemoteError: The remote cannot be used.
@@ -111,7 +112,7 @@ def resolve(
     opened = LocalStore.open(store, create=there is not None)
     name = check_name(url.removeprefix(STORE_SCHEME))
     opened.hold_step(name)  # first: from here on it stays if it is there
-    is_latest = run_of_latest(name) is not None
+    is_latest = latest and run_of_latest(name) is not None
     if is_latest or (there is not None and opened.manifest(name) is None):
         # Here, not above: a load of what is in the store imports nothing of remotes.
         from tensor_dedup.remote.on_demand import fetch_latest, pull_missing

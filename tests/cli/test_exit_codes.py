@@ -39,6 +39,7 @@ STATUSES = {
     "delete": {0, 2, 4, 130},
     "gc": {0, 1, 2, 4, 130},
     "serve": {2},  # by itself it ends only then
+    "follow": {2, 3},  # and with 0 and 1 in tests/publishing/test_follower.py
     "pin": {0, 2, 3},
     "unpin": {0, 2, 3},
     "top": {0, 2, 3},
@@ -149,6 +150,8 @@ WITH_REMOTE = [
     ("pull URL m", 0),
     ("pull URL nope", 2),
     ("pull URL", 2),
+    ("follow URL --once --run m", 2),  # a checkpoint
+    ("follow URL --every 0", 2),
     *((f"remote {verb} URL", 0) for verb in ("list", "du", "verify", "verify --full")),
     ("remote show URL m", 0),
     ("remote show URL nope", 2),
@@ -163,6 +166,7 @@ WITH_REMOTE = [
 ]
 WITHOUT_REMOTE = [
     ("pull URL m", 3),
+    ("follow URL --once", 3),
     *((f"remote {verb} URL", 3) for verb in ("list", "du", "verify", "gc --yes")),
     ("remote show URL m", 3),
     ("remote delete URL m --yes", 3),

@@ -12,7 +12,7 @@ from tensor_dedup import Store, TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.publishing.subscriber import fetch_step
-from tensor_dedup.remote import Remote
+from tensor_dedup.remote import Remote, on_demand
 from tensor_dedup.remote.errors import (
     NotARemoteError,
     RemoteNameTakenError,
@@ -20,8 +20,8 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.remote.folder_bucket import FolderBucket
-from tensor_dedup.remote.on_demand import fetch_latest, latest_name
-from tensor_dedup.remote.on_demand import fetch_step as fetch
+from tensor_dedup.remote.latest import latest_name as name_of_latest
+from tensor_dedup.remote.on_demand import fetch_latest
 from tensor_dedup.store.errors import BadNameError, UnknownNameError
 from tensor_dedup.store.steps import followed
 from tensor_dedup.store.steps.errors import UnknownStepError
@@ -34,6 +34,14 @@ def save(store: Store, run: str, *steps: int, seed: int = 0) -> None:
         for step in steps:
             model = {"same": np.arange(4000), "w": np.full(999, 1000 * seed + step)}
             opened.save(model, step=step, metrics={})
+
+
+def fetch(store: Store, remote: str | None, run: str, step: int | None = None) -> str:
+    return on_demand.fetch_step(store, remote, run, step).name
+
+
+def latest_name(store: Store, name: str, remote: str | None) -> str:
+    return name_of_latest(store, name, None if remote is None else Remote.open(remote))
 
 
 @pytest.fixture
@@ -193,11 +201,15 @@ def test_who_follows_a_run_reads_of_each_step_what_is_new(tmp_path: Path) -> Non
         save(full, "policy", *range(20))
         full.push("s3://bucket/policy", "policy")
         proxy.reset()
-        assert fetch(here, "s3://bucket/policy", "policy") == "policy@19"
+        fetched = on_demand.fetch_step(here, "s3://bucket/policy", "policy")
+        assert fetched.name == "policy@19"
+        assert fetched.transfer is not None
+        assert 0 < fetched.transfer.wire_bytes < proxy.received
         first = proxy.requests
         assert first > 40  # each reference and each manifest
         proxy.reset()
-        assert fetch(here, "s3://bucket/policy", "policy") == "policy@19"
+        fetched = on_demand.fetch_step(here, "s3://bucket/policy", "policy")
+        assert fetched == on_demand.FetchedStep("policy@19", None)
         assert proxy.requests <= 2
         save(full, "policy", 20)
         full.push("s3://bucket/policy", "policy@20")

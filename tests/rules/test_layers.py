@@ -132,7 +132,10 @@ def test_only_remotes_talk_to_other_machines() -> None:
     users = {name for name, text in package_source.sources().items() if clients.search(text)}
     assert users
     elsewhere = {name for name in users if not name.startswith("tensor_dedup.remote.")}
-    assert elsewhere == {"tensor_dedup.memory_manager.server.metrics"}
+    assert elsewhere == {
+        "tensor_dedup.memory_manager.server.metrics",
+        "tensor_dedup.publishing.engine_server",  # where `follow --engine` says
+    }
 
 
 LOADER = """

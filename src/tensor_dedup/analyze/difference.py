@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.analyze.analysis import analyze
-from tensor_dedup.analyze.stored import find, full_name
+from tensor_dedup.analyze.stored import find, full_name, latest
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -111,6 +111,7 @@ def diff(
     Without `count`, only tensors whose digests are not known are read. The other arguments and the
     errors are those of `analyze`.
     """
+    a, b = latest(a, store), latest(b, store)  # it is read twice
     found = analyze([a, b], hints=hints, store=store, progress=progress, follow_links=follow_links)
     one, two = found.checkpoints
     (held_a, state_a), (held_b, state_b) = _parted(one), _parted(two)

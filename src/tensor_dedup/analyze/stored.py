@@ -4,7 +4,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
@@ -15,6 +15,7 @@ from tensor_dedup.settings import remote_url
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import NoStoreError, RunNameError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.format.names import run_of_latest
 from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import STORE_SCHEME, Fingerprint, StrPath
@@ -32,7 +33,8 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     1. `store://NAME`;
     2. a file or folder;
     3. a name in the Hugging Face cache;
-    4. the name of a checkpoint or of a training step `RUN@STEP` in the store in the folder `store`.
+    4. the name of a checkpoint or of a training step `RUN@STEP` in the store in the folder `store`;
+    5. `RUN@latest`, with which the result is the step, even if the store does not have it.
 
     If none fits, `path` is returned unchanged.
 
@@ -40,7 +42,7 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
         NoSuchPathError: The cache has the repository, but not this revision.
         RunNameError: `path` is the name of a training run in that store.
     """
-    given = os.fspath(path)
+    given = os.fspath(latest(path, store))
     if given.startswith(STORE_SCHEME):
         return given
     try:
@@ -52,6 +54,58 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     if not os.path.lexists(found) and _is_stored(given, store):
         return STORE_SCHEME + given
     return found
+
+
+def latest(path: StrPath, store: StrPath | None = None) -> StrPath:
+    """Return `store://RUN@STEP` if `path` means the latest step of a run, else `path` unchanged.
+
+    `path` is RUN@latest or `store://RUN@latest`. What is also a path, or a name in the Hugging Face
+    cache, means that. Call it once where a checkpoint is read several times: a later step may come.
+
+    Raises:
+        UnknownNameError: `path` begins with `store://`, and there is no such run.
+        RemoteError: The remote that is configured cannot be used.
+    """
+    given = os.fspath(path)
+    is_stored = given.startswith(STORE_SCHEME)
+    if run_of_latest(given) is None or not (is_stored or _is_nowhere_else(given)):
+        return path
+    try:
+        opened = LocalStore.open(store, create=False)
+    except NoStoreError:
+        return path
+    try:
+        return STORE_SCHEME + resolved_name(opened, given)
+    except UnknownNameError:
+        if is_stored:
+            raise
+        return path
+
+
+def _is_nowhere_else(given: str) -> bool:
+    with suppress(CheckpointNotFoundError):
+        return not os.path.lexists(locate(given))
+    return True
+
+
+def resolved_name(store: LocalStore, given: str) -> str:
+    """Return the name of the checkpoint that `given` means now, in the store or on a remote.
+
+    For RUN@latest, it is that of the step that was saved last, on the remote if one is configured,
+    or else in the store. For any other name, the result is that of `full_name`.
+
+    Raises:
+        UnknownNameError: There is no such run.
+        RemoteError: The remote that is configured cannot be used.
+    """
+    name = full_name(store, given)
+    if run_of_latest(name) is None:
+        return name
+    from tensor_dedup.remote.latest import latest_name  # as in pull_suggested
+    from tensor_dedup.remote.remote import Remote
+
+    url = remote_url()
+    return latest_name(store, name, None if url is None else Remote.open(url))
 
 
 def full_name(store: LocalStore, given: str) -> str:

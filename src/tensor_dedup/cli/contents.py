@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 
 from tensor_dedup.analyze import analyze
-from tensor_dedup.analyze.stored import full_name
+from tensor_dedup.analyze.stored import full_name, resolved_name
 from tensor_dedup.api import Store
 from tensor_dedup.cli import WrongUse, repeating_given
 from tensor_dedup.cli.store import (
@@ -65,7 +65,7 @@ def du(
     opened = existing_or_said(store, as_json, nothing.to_dict())
     if opened is None:
         return
-    name = full_name(opened, name) if name is not None else None
+    name = resolved_name(opened, name) if name is not None else None
     found = opened.usage(name)
     shown = [each for each in found.checkpoints if name in (None, each.name)]
     if name is not None and not shown:
@@ -214,7 +214,7 @@ def cat(name: str, tensor: str, store: str | None, as_json: bool) -> None:
     the tensor instead.
     """
     opened = existing(store)
-    with opened.checkpoint(full_name(opened, name)) as checkpoint:
+    with opened.checkpoint(resolved_name(opened, name)) as checkpoint:
         found = checkpoint[tensor]
         if as_json:
             document = {"name": checkpoint.name, "tensor": found.name, "dtype": found.dtype}

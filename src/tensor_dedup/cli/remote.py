@@ -34,13 +34,14 @@ from tensor_dedup.remote import (
     TransferResult,
     layout,
 )
+from tensor_dedup.remote.latest import latest_on
 from tensor_dedup.remote.oci.artifact import Artifact, default_name, is_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.manifests import named_tensors
-from tensor_dedup.store.format.names import check_name, marked_by
+from tensor_dedup.store.format.names import check_name, marked_by, run_of_latest
 from tensor_dedup.text_table import human
 from tensor_dedup.types import STORE_SCHEME, is_url
 
@@ -51,8 +52,8 @@ _SHOW_CURSOR: Final = b"\x1b[?25h\n"
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end the process though a server does not answer.
+def interruptible() -> Iterator[None]:
+    """Context manager: while it is active, Ctrl-C ends the process though a server does not answer.
 
     A request cannot be given up before it is answered or 20 minutes are over, and Python itself
     cannot do anything while its main thread waits for one. What a push or a pull leaves when it
@@ -133,11 +134,11 @@ def push(
     the registry has are not uploaded again.
     """
     _check_order(name, url, "push NAME URL")
-    with _interruptible(), _TransferBar("pushing") as progress:
+    with interruptible(), _TransferBar("pushing") as progress:
         result = existing(store).push(
             url, name, replace=replace, progress=progress, dry_run=dry_run
         )
-    say(result.to_dict(), as_json, *_lines(name, result, "there"))
+    say(result.to_dict(), as_json, *_lines(_moved(name, result), result, "there"))
 
 
 @click.command(name="pull")
@@ -164,10 +165,10 @@ def pull(
             raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
         name = default_name(url)
     _check_order(name, url, "pull URL NAME")
-    with _interruptible(), _TransferBar("pulling") as progress:
+    with interruptible(), _TransferBar("pulling") as progress:
         target = store_or_empty(store) if dry_run else _store_for(store, url, name)
         result = target.pull(url, name, replace=replace, progress=progress, dry_run=dry_run)
-    say(result.to_dict(), as_json, *_lines(name, result, "here"))
+    say(result.to_dict(), as_json, *_lines(_moved(name, result), result, "here"))
 
 
 def _store_for(store: str | None, url: str, name: str) -> Store:
@@ -179,8 +180,14 @@ def _store_for(store: str | None, url: str, name: str) -> Store:
             with RegistryRepository(ArtifactName.parse(url)) as registry:
                 Artifact(registry)
         else:
-            Remote.open(url).names_of(check_name(name))
+            remote = Remote.open(url)
+            remote.names_of(latest_on(remote, check_name(name)))
     return Store.open(store)
+
+
+def _moved(name: str, result: TransferResult) -> str:
+    """The name of what was transferred: for RUN@latest, the step."""
+    return name if run_of_latest(name) is None else result.names[0]
 
 
 def _lines(name: str, result: TransferResult, where: str) -> list[str]:
@@ -216,7 +223,7 @@ def _planned(name: str, result: TransferResult, where: str) -> str:
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Inspect and maintain a remote. URL is that of `push` and `pull`."""
-    ctx.with_resource(_interruptible())
+    ctx.with_resource(interruptible())
 
 
 def _opened(url: str) -> Remote:
@@ -303,6 +310,7 @@ def show(url: str, name: str, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME of a remote, or the steps of a run."""
     _check_order(name, url, "remote show URL NAME")
     remote = _opened(url)
+    name = latest_on(remote, name)
     steps = remote.steps(name)
     if steps:
         _show_run(remote, name, steps, as_json)

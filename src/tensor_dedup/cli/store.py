@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensor_dedup.analyze.stored import full_name, pull_suggested
+from tensor_dedup.analyze.stored import full_name, pull_suggested, resolved_name
 from tensor_dedup.api import Store
 from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
 from tensor_dedup.cli.tables import Dotted, counted, fitted, listing, shortened
@@ -605,7 +605,7 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
     with ByteBar("exporting") as progress, pull_suggested(name):
         opened = existing(store)
-        name = full_name(opened, name)
+        name = resolved_name(opened, name)
         paths = opened.export(name, directory, progress=progress)
     document = {"name": name, "files": [str(path) for path in paths]}
     say(document, as_json, f"{name}: {counted(len(paths), 'file')} in {directory}")
@@ -686,7 +686,7 @@ def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
     opened = existing(store)
     with (
         run_suggested("runs show {}"),
-        opened.checkpoint(full_name(opened, name)) as checkpoint,
+        opened.checkpoint(resolved_name(opened, name)) as checkpoint,
     ):
         if as_json:
             say(_document(checkpoint), as_json)

@@ -1,13 +1,58 @@
-"""Follow a run that is published elsewhere: bring its steps here as they appear."""
+"""Bring the steps of a run here as they are published, and let go of earlier ones.
+
+A host needs the latest step of a run, and the one before while engines change from one to the
+other. So of the steps that were pulled because they were the latest, two stay. A step that was
+saved here, pulled by name or kept (`tensor-dedup runs keep`) stays in any case, and so does one
+that an engine loads.
+"""
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
 
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.errors import ConfigError
+from tensor_dedup.errors import ConfigError, StoreError
 from tensor_dedup.remote import on_demand
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.settings import remote_url
+from tensor_dedup.store.errors import StoreBusyError, UnknownNameError
 from tensor_dedup.store.format.names import run_of_latest
-from tensor_dedup.store.steps.runs import parse_step_name
+from tensor_dedup.store.locks import lock_of, pulling
+from tensor_dedup.store.steps import followed
+from tensor_dedup.store.steps.errors import KeptStepError
+from tensor_dedup.store.steps.runs import (
+    StepOrder,
+    check_no_kept_step,
+    in_save_order,
+    parse_step_name,
+    step_name,
+)
 from tensor_dedup.store.store import LocalStore
+from tensor_dedup.store.upkeep.gc import sweep_former
+from tensor_dedup.training.in_flight import BaseStep
 from tensor_dedup.types import STORE_SCHEME
+
+_log = logging.getLogger(__name__)
+_STEPS_KEPT: Final = 2
+# Others may use the store for long; what is not deleted now is deleted after the next step.
+_SWEEP_WAIT_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewStep:
+    """A step of a run that is in the store now.
+
+    - `name` is RUN@STEP, and `step` the number.
+    - `transfer` is what travelled for it, or None if the store had it.
+    - `freed_bytes` is the size of the files of earlier steps that were deleted.
+    """
+
+    name: str
+    step: int
+    transfer: TransferResult | None
+    freed_bytes: int
 
 
 def fetch_step(config: TensorDedupConfig, url: str) -> str:
@@ -17,12 +62,13 @@ def fetch_step(config: TensorDedupConfig, url: str) -> str:
     that of `config`, or else that of the environment or a configuration file. Only what the store
     lacks of the step travels. Without a remote, the step must be in the store.
 
-    While this process runs, nothing that follows the run deletes the last two steps of the run that
-    the process has fetched. Other errors are those of `on_demand.fetch_step`.
+    Earlier steps of the run that were fetched in this way are deleted from the store, except the
+    last two and those that a process uses. A process uses the last two that it has fetched or
+    loaded, until it ends. Other errors are those of `on_demand.fetch_step`.
 
     Raises:
         ConfigError: `url` names no step.
-        StoreError: The step cannot be had. It was not replaced by another one.
+        StoreError: The step cannot be had. No other one is used in its place.
     """
     name = url.removeprefix(STORE_SCHEME)
     step = parse_step_name(name)
@@ -33,4 +79,96 @@ def fetch_step(config: TensorDedupConfig, url: str) -> str:
     there = remote_url(config.remote)
     store = LocalStore.open(config.store_folder, create=there is not None)
     number = None if step is None else step.step
-    return STORE_SCHEME + on_demand.fetch_step(store, there, run, number)
+    return STORE_SCHEME + fetch(store, there, run, number).name
+
+
+def fetch(
+    store: LocalStore,
+    remote: Remote | str | None,
+    run: str,
+    step: int | None = None,
+    *,
+    progress: TransferListener | None = None,
+) -> NewStep:
+    """Pull a step of `run`, or the latest one, into `store`, and let go of earlier ones.
+
+    Arguments and errors are those of `on_demand.fetch_step`.
+    """
+    found = on_demand.fetch_step(store, remote, run, step, progress=progress)
+    parsed = parse_step_name(found.name)
+    assert parsed is not None
+    return NewStep(found.name, parsed.step, found.transfer, let_go(store, run))
+
+
+def let_go(store: LocalStore, run: str) -> int:
+    """Delete earlier steps of `run` that were pulled because they were the latest.
+
+    Return the size of the files that were deleted. If the store is busy, or is damaged so that it
+    is uncertain what is in use, the files stay until a later call.
+    """
+    objects = store.handle.objects
+    try:
+        # While nothing is pulled automatically, and so nothing that is new is taken for old.
+        with store.handle.translated(), pulling(objects.files, objects.layout, wait_s=0):
+            _drop_earlier(store, run)
+            former = _former(store, run)
+            plan = sweep_former(objects, former.values(), _SWEEP_WAIT_S) if former else None
+            for name in former:
+                followed.forget(objects, name)
+            return 0 if plan is None else plan.freed_bytes
+    except StoreBusyError:
+        return 0
+    except StoreError as error:
+        what = "%s: earlier steps of %r are not deleted: %s"
+        _log.warning(what, store.path, run, str(error))
+        return 0
+
+
+def _drop_earlier(store: LocalStore, run: str) -> None:
+    """Remove the names of earlier steps. Their notes stay until their files are deleted."""
+    objects = store.handle.objects
+    with store.handle.locked():
+        places = StepOrder(objects, run).places()
+        ours = {
+            step: place
+            for step, place in places.items()
+            if place.manifest and followed.noted(objects, step_name(run, step)) == place.manifest
+        }
+        for step in in_save_order(ours)[:-_STEPS_KEPT]:
+            name = step_name(run, step)
+            if any(base.name == name for base in BaseStep.in_store(objects)):
+                continue  # a save counts on it
+            lock = lock_of(objects.files, followed.lock_path(objects, name))
+            if lock is None:
+                continue  # a process uses it
+            try:
+                _drop(store, name, ours[step].manifest)
+            finally:
+                objects.files.close(lock)
+
+
+def _drop(store: LocalStore, name: str, manifest: str | None) -> None:
+    objects = store.handle.objects
+
+    def check() -> None:
+        check_no_kept_step(objects, name)
+        if objects.ref(name) != manifest:
+            raise UnknownNameError.at(objects.layout.root, f"{name!r} was replaced", name=name)
+
+    with suppress(KeptStepError, UnknownNameError):
+        objects.drop_ref(name, check_name=check)
+
+
+def _former(store: LocalStore, run: str) -> dict[str, str]:
+    """Return the manifests of steps with a note that are deleted, by name.
+
+    The note about a step that was saved here since is removed.
+    """
+    objects, found = store.handle.objects, dict[str, str]()
+    for name in followed.names(objects, run):
+        noted, held = followed.noted(objects, name), store.manifest(name)
+        if held is None and noted is not None:
+            found[name] = noted
+        elif held != noted:
+            followed.forget(objects, name)
+    return found

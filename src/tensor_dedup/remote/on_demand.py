@@ -1,47 +1,24 @@
-"""Pull automatically what is loaded by name: what the store lacks, and the latest step of a run.
-
-The latest step is the one that was saved last, in the order of saving. It is looked up on the
-remote each time, so it is never one that the store happens to have.
-"""
+"""Pull automatically what is loaded by name: what the store lacks, and the latest step of a run."""
 
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from dataclasses import dataclass
 from typing import Final
 
-from tensor_dedup.errors import StoreError
-from tensor_dedup.remote.conditions import check_remote
-from tensor_dedup.remote.errors import (
-    RemoteAccessError,
-    RemoteBusyError,
-    RemoteUnreachableError,
-    UnknownRemoteNameError,
-)
-from tensor_dedup.remote.manifests import find_ref
-from tensor_dedup.remote.pull import manifest_here
+from tensor_dedup.remote.errors import UnknownRemoteNameError
+from tensor_dedup.remote.latest import ATTEMPTS, find_step, step_here
 from tensor_dedup.remote.remote import Remote
-from tensor_dedup.remote.results import TransferResult
-from tensor_dedup.remote.run_steps import RemoteSteps, RunContent, StepMemory
+from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.remote.transfer import pull
 from tensor_dedup.store.format.names import LATEST, check_name, run_of_latest
 from tensor_dedup.store.locks import pulling
 from tensor_dedup.store.steps import followed
-from tensor_dedup.store.steps.runs import (
-    check_run,
-    in_save_order,
-    latest_step,
-    manifest_of,
-    step_name,
-)
+from tensor_dedup.store.steps.runs import check_run
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.text_table import human
 
 _EVERY_S: Final = 10.0
-# A retention may delete the latest step just after a later one has come.
-_ATTEMPTS: Final = 5
 _log = logging.getLogger(__name__)
 
 
@@ -78,16 +55,33 @@ def pull_missing(
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class FetchedStep:
+    """A step that was fetched, by its name RUN@STEP.
+
+    `transfer` is what travelled for it, or None if the store had the step.
+    """
+
+    name: str
+    transfer: TransferResult | None
+
+
 def fetch_step(
-    store: LocalStore, remote: Remote | str | None, run: str, step: int | None = None
-) -> str:
-    """Pull the step `step` of `run` into `store`, or the latest step, and return its name.
+    store: LocalStore,
+    remote: Remote | str | None,
+    run: str,
+    step: int | None = None,
+    *,
+    progress: TransferListener | None = None,
+) -> FetchedStep:
+    """Pull the step `step` of `run` into `store`, or the latest step.
 
     What the store has already of the step does not travel, and what the remote has decides: a step
     that was pulled as the latest is pulled again if it was saved anew meanwhile. Of the steps that
     this process has fetched, the last two of each run are kept from being deleted by others that
     follow the run. If `remote` is None, the step must be in the store. If several processes need
-    the same step, one pulls and the others wait. Progress is logged.
+    the same step, one pulls and the others wait. Progress is logged, unless there is a listener
+    `progress`.
 
     Raises:
         UnknownNameError: The remote, or the store if there is no remote, has no such step. An
@@ -100,29 +94,10 @@ def fetch_step(
     """
     check_run(run)
     if remote is None:
-        name, _ = _step_here(store, run, step)
+        name, _ = step_here(store, run, step)
         followed.hold(store.handle.objects, name)
-        return name
-    return _fetch(store, _opened(store, remote), run, step)
-
-
-def latest_name(store: LocalStore, name: str, remote: Remote | str | None) -> str:
-    """Return the name of the checkpoint that `name` means now; nothing is pulled.
-
-    RUN@latest means the step of RUN that was saved last: on `remote`, or in the store if `remote`
-    is None. If the store, or else the remote, has a checkpoint that is really called RUN@latest,
-    that is meant. Any other name is returned as it is.
-
-    Raises:
-        UnknownNameError: There is no step of this run.
-        RemoteError: The remote cannot be used.
-    """
-    run = run_of_latest(name)
-    if run is None or store.manifest(name) is not None:
-        return name
-    if remote is None:
-        return _step_here(store, run, None)[0]
-    return _find(store, _opened(store, remote), run, None, named=True)[0]
+        return FetchedStep(name, None)
+    return _fetch(store, _opened(store, remote), (run, step), progress)
 
 
 def fetch_latest(store: LocalStore, name: str, remote: Remote | str | None) -> str:
@@ -135,9 +110,9 @@ def fetch_latest(store: LocalStore, name: str, remote: Remote | str | None) -> s
     if run is None or store.manifest(name) is not None:
         return name
     if remote is None:
-        found = fetch_step(store, None, run)
+        found = fetch_step(store, None, run).name
     else:
-        found = _fetch(store, _opened(store, remote), run, None, named=True)
+        found = _fetch(store, _opened(store, remote), (run, None), None, named=True).name
     _log.warning("%s is %s%s", name, found, "" if remote is None else f" of {_url(remote)}")
     return found
 
@@ -153,125 +128,53 @@ def _opened(store: LocalStore, remote: Remote | str) -> Remote:
 
 
 def _fetch(
-    store: LocalStore, remote: Remote, run: str, step: int | None, *, named: bool = False
-) -> str:
-    for attempts_left in reversed(range(_ATTEMPTS if step is None else 1)):
-        name, manifest = _find(store, remote, run, step, named=named)
+    store: LocalStore,
+    remote: Remote,
+    wanted: tuple[str, int | None],
+    progress: TransferListener | None,
+    *,
+    named: bool = False,
+) -> FetchedStep:
+    run, step = wanted
+    for attempts_left in reversed(range(ATTEMPTS if step is None else 1)):
+        name, manifest = find_step(store, remote, run, step, named=named)
         try:
             if name == run + LATEST:
-                pull_missing(store, name, remote)
-            else:
-                _bring(store, remote, name, manifest)
-            break
+                return FetchedStep(name, pull_missing(store, name, remote))
+            return FetchedStep(name, _bring(store, remote, name, manifest, progress))
         except UnknownRemoteNameError:
             if not attempts_left:
                 raise
-    return name
+    raise AssertionError  # the last attempt returns or raises
 
 
-def _step_here(store: LocalStore, run: str, step: int | None) -> tuple[str, str | None]:
-    """Return the name of a step in a store, or of the latest, and of its manifest if it has one."""
-    objects = store.handle.objects
-    with store.handle.locked():
-        if step is None:
-            name = latest_step(objects, run).name
-            with suppress(StoreError):
-                return name, objects.ref(name)
-            return name, None
-        return step_name(run, step), manifest_of(objects, run, step)[0]
-
-
-def _find(
-    store: LocalStore, remote: Remote, run: str, step: int | None, *, named: bool = False
-) -> tuple[str, str | None]:
-    """Return the name of a step on a remote, or of the latest, and of its manifest if it has one.
-
-    With `named`, the name is RUN@latest if that is what a checkpoint on the remote is called.
-    """
-    with _naming_what_is_here(store, run):
-        folder = remote.store_folder()
-        if folder is not None:
-            there = LocalStore.open(folder, create=False, files=store.handle.files)
-            if named and (found := there.manifest(run + LATEST)) is not None:
-                return run + LATEST, found
-            return _step_here(there, run, step)
-        if step is not None:
-            name = step_name(run, step)
-            manifest = find_ref(remote.bucket, name)
-            if manifest is None:
-                check_remote(remote.bucket)
-                what = f"no step {step} of a run {run!r}"
-                raise UnknownRemoteNameError.at(remote.url, what, name=name, run=run, step=step)
-            return name, manifest
-        here = partial(manifest_here, store.handle.objects)
-        steps = RemoteSteps(remote.bucket, run, memory=_memory(remote.url, run), here=here)
-        content = _settled(remote, steps)
-        if named and run + LATEST in content.refs.others:
-            return run + LATEST, None
-        if not content.places:
-            check_remote(remote.bucket)
-            is_name = find_ref(remote.bucket, run) is not None
-            what = f"no step of a run {run!r}{', which is a checkpoint' if is_name else ''}"
-            raise UnknownRemoteNameError.at(remote.url, what, name=run, run=run)
-        last = in_save_order(content.places)[-1]
-        return step_name(run, last), content.places[last].manifest
-
-
-def _settled(remote: Remote, steps: RemoteSteps) -> RunContent:
-    """Return the names of a run as they were at one time.
-
-    Where a step was deleted since it was listed, a later one may have come before that.
-    """
-    before = None
-    for _ in range(_ATTEMPTS):
-        content = steps.content()
-        if not content.refs.gone or content.refs.gone == before:
-            return content
-        before = content.refs.gone
-    raise RemoteBusyError.at(remote.url, "the steps of the run change while they are listed")
-
-
-@lru_cache(maxsize=64)
-def _memory(url: str, run: str) -> StepMemory:
-    """What this process has read of the steps of a run: who follows it reads what is new."""
-    return StepMemory()
-
-
-@contextmanager
-def _naming_what_is_here(store: LocalStore, run: str) -> Iterator[None]:
-    """Add to the error of a remote that does not answer what the store has, which is not used."""
-    try:
-        yield
-    except (RemoteUnreachableError, RemoteAccessError) as error:
-        try:
-            with store.handle.locked():
-                here = latest_step(store.handle.objects, run).name
-        except StoreError:
-            raise error from None
-        said = f"{error.message}; {here!r}, which is in {store.path}, may be an old one: name it"
-        raise type(error)(f"{said} to use it", **{**error.facts, "here": here}) from error
-
-
-def _bring(store: LocalStore, remote: Remote, name: str, manifest: str | None) -> None:
+def _bring(
+    store: LocalStore,
+    remote: Remote,
+    name: str,
+    manifest: str | None,
+    progress: TransferListener | None,
+) -> TransferResult | None:
     """Pull a step unless the store has it, and keep it from being deleted."""
     objects = store.handle.objects
     followed.hold(objects, name)  # first: from here on it stays if it is there
     if manifest is not None and store.manifest(name) == manifest:
-        return
+        return None
     with pulling(objects.files, objects.layout):
-        held = store.manifest(name)
+        held, result = store.manifest(name), None
         if held is None or held != manifest:
             # What was saved here, or pulled by name, is another's to replace.
             is_ours = held is not None and followed.noted(objects, name) == held
             if manifest is not None and (held is None or is_ours):
                 followed.note(objects, name, manifest)
             what = f"{name} is not in {objects.layout.root}"
-            said = _LoggedTransfer(what, remote.url)
-            pull(store, remote, name, replace=is_ours, progress=said, follows=True)
+            said = progress or _LoggedTransfer(what, remote.url)
+            result = pull(store, remote, name, replace=is_ours, progress=said, follows=True)
             came = store.manifest(name)
             if came is not None and (held is None or is_ours):
                 followed.note(objects, name, came)
         followed.hold(objects, name)
+        return result
 
 
 class _LoggedTransfer:

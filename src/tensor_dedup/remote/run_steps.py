@@ -97,14 +97,15 @@ class RemoteSteps:
         run: str,
         *,
         memory: StepMemory | None = None,
-        here: Callable[[str], bytes | None] = lambda _: None,
+        here: Callable[[str], bytes | None] | None = None,
     ) -> None:
         """Prepare to read the steps of `run`; no request is sent.
 
         `memory` has what was read before, and takes up what is read. `here(name)` returns the bytes
         of a manifest that need not be read from the remote, or None.
         """
-        self._bucket, self._run, self._here = bucket, run, here
+        self._bucket, self._run = bucket, run
+        self._here = here or (lambda _: None)
         self._memory = StepMemory() if memory is None else memory
 
     def content(self) -> RunContent:

@@ -9,6 +9,7 @@ from os import PathLike
 
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import NoRangesError
+from tensor_dedup.remote.latest import latest_name, latest_on
 from tensor_dedup.remote.oci import artifact as oci
 from tensor_dedup.remote.oci.artifact import Artifact, NoTablesError
 from tensor_dedup.remote.oci.push import push as push_artifact
@@ -61,6 +62,8 @@ def push(
 ) -> TransferResult:
     """Push the checkpoint `name`, or all steps of the run `name`, to the remote at `url`.
 
+    RUN@latest is the step of RUN that was saved last in the store.
+
     `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
     take the place of another checkpoint there. Errors are those of `tensor_dedup.Store.push`.
     """
@@ -68,7 +71,7 @@ def push(
     if oci.is_artifact(url):
         return _push_artifact(store, str(url), name, options)
     remote, other = _opened(store, url)
-    names = _names_of(store, check_name(name))
+    names = _names_of(store, latest_name(store, check_name(name), None))
     if other is not None:
         return _copy(store, other, names, options)
     while True:
@@ -97,6 +100,8 @@ def pull(
 ) -> TransferResult:
     """Pull the checkpoint `name`, or all steps of the run `name`, from the remote at `url`.
 
+    RUN@latest is the step of RUN that was saved last on the remote.
+
     `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
     take the place of another checkpoint in `store`. Unless the caller `follows` the run, programs
     that do so no longer delete the step. Errors are those of `tensor_dedup.Store.pull`.
@@ -114,10 +119,11 @@ def _pull(store: LocalStore, url: RemoteLike, name: str, options: _Options) -> T
     if oci.is_artifact(url):
         return _pull_artifact(store, str(url), name, options)
     remote, other = _opened(store, url)
-    if other is not None:
-        return _copy(other, store, _names_of(other, check_name(name)), options)
     before = remote.bucket.traffic.counts()
-    refs, handle = remote.refs_of(check_name(name)), store.handle
+    name = latest_on(remote, check_name(name))
+    if other is not None:
+        return _copy(other, store, _names_of(other, name), options)
+    refs, handle = remote.refs_of(name), store.handle
     results = pull_checkpoints(
         *(remote.bucket, refs, handle.objects, handle.session, options.progress),
         replace=options.replace,

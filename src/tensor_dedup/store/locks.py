@@ -77,18 +77,18 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 
 @contextmanager
-def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
+def pulling(files: Files, layout: StoreLayout, *, wait_s: float = _PULL_WAIT_S) -> Iterator[None]:
     """Context manager: while it is active, the lock for automatic pulls is held.
 
     An automatic pull is a pull that loading a checkpoint starts. A store has one such lock, so
     pulls of different checkpoints wait for each other, too.
 
     Raises:
-        StoreBusyError: Another process has held the lock for a day.
+        StoreBusyError: Another process has held the lock for `wait_s` seconds, by default a day.
     """
-    busy = f"another process has been pulling for {_PULL_WAIT_S / 3600:g} hours"
+    busy = f"another process has been pulling for {wait_s / 3600:g} hours"
     path = layout.pull_lock
-    with _held(files, path, layout.root, busy, exclusive=True, wait_s=_PULL_WAIT_S):
+    with _held(files, path, layout.root, busy, exclusive=True, wait_s=wait_s):
         yield
 
 

@@ -71,7 +71,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("lease", "results", "catalog", "conditions", "loads", "manifests", "run_steps"),
         *("pieces", "locate"),
         *("step_deltas", "push", "pull", "inventory", "sweep", "verify", "upkeep"),
-        *("oci", "remote", "transfer", "on_demand"),
+        *("oci", "remote", "latest", "transfer", "on_demand"),
     ),
     "loader": (
         *(
@@ -91,7 +91,10 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("snapshot", "host_pool", "devices", "capture", "encoding", "piece_writer", "commit"),
         *("saver", "pending_save", "background", "options", "tiers", "run", "sharded"),
     ),
-    "publishing": ("subscriber", "weights", "publisher"),
+    "publishing": (
+        *("errors", "subscriber", "engine_server", "follower"),
+        *("weights", "publisher"),
+    ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),
         *("marker_checks", "variants", "picture", "analysis", "difference", "verdict"),
@@ -104,7 +107,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "cli": (
         *("tables", "page", "run_plot", "terminal", "completion", "help"),
         *("analysis_text", "analysis_tables", "analysis_page", "plan_page", "manager", "store"),
-        *("serve", "contents", "remote", "runs", "diff", "analyze", "substitute", "plan"),
+        *("serve", "contents", "remote", "follow", "runs", "diff", "analyze", "substitute", "plan"),
         *("doctor", "tensorcas"),
     ),
 }

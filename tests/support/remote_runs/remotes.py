@@ -220,9 +220,9 @@ class Faulty(Bucket):
 class Listener:
     """A port. A thread serves each connection, and `close` ends all of them."""
 
-    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
+    def __init__(self, serve: Callable[[socket.socket], None], port: int = 0) -> None:
         self._serve = serve
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server(("127.0.0.1", port))
         self.port: int = self._server.getsockname()[1]
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
@@ -261,12 +261,13 @@ class Proxy:
 
     _REQUEST = re.compile(rb"^(GET|PUT|HEAD|POST|DELETE) \S+ HTTP/1\.1\r\n")
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, at: int = 0) -> None:
+        """Forward to `port`. It listens at the port `at`, or at any."""
         self._target = port
         self.sent = self.received = self.requests = 0
         self.blind = False
         self._lock = threading.Lock()
-        self._listener = Listener(self._forward)
+        self._listener = Listener(self._forward, at)
         self.port = self._listener.port
 
     def reset(self) -> None:

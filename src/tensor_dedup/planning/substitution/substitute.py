@@ -16,7 +16,7 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.analyze.difference import ReadRange, reading
-from tensor_dedup.analyze.stored import find, full_name, looks_like_step
+from tensor_dedup.analyze.stored import find, full_name, latest, looks_like_step
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -125,6 +125,7 @@ def substitute(
     if (layers is None) == (budget is None):
         raise ConfigError("give either layers or a budget")
     target = Path(output)
+    base, tune = latest(base, store), latest(tune, store)  # they are read more than once
     found, origin = find(tune, store), find(base, store)
     _check_target(target, [each for each in (found, origin) if isinstance(each, Path)])
     if isinstance(found, str) and looks_like_step(found):

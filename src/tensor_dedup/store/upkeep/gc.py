@@ -8,9 +8,11 @@ deleted.
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.folders import files_below, remove_folder
@@ -187,6 +189,41 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
         check()
         plan = plan_gc(objects, DEFAULT_GRACE_HOURS, catch_up(objects, found))
         return execute(objects, plan, 0)
+
+
+def sweep_former(objects: Objects, manifests: Iterable[str], wait_s: float) -> GcPlan:
+    """Delete at once what only the former checkpoints with these manifests used.
+
+    Other unused files stay for a garbage collection, with their grace period.
+
+    Raises:
+        StoreBusyError: Other sessions were not closed within `wait_s` seconds.
+        UnfitForCollectionError: It is uncertain what is in use; nothing was changed.
+    """
+    with objects.session():
+        found = take_inventory(objects)
+        theirs = _files_of_former(objects, found, manifests)
+    with objects.sweep(wait_s):
+        plan = plan_gc(objects, DEFAULT_GRACE_HOURS, catch_up(objects, found))
+        trash = tuple(item for item in plan.trash if item.path in theirs)
+        return execute(objects, replace(plan, trash=trash, delete=(), unfinished=()), 0)
+
+
+def _files_of_former(objects: Objects, found: Inventory, manifests: Iterable[str]) -> set[Path]:
+    """The files that checkpoints with these manifests use or used, as far as they can be read."""
+    digests, paths = set[bytes](), set[Path]()
+    for name in manifests:
+        with suppress(StoreError):
+            content = objects.manifest(name)
+            parts = {name, *(page.hex() for page in content.pages)}
+            paths |= {objects.layout.manifest(part) for part in parts}
+            digests |= {piece.digest for piece in objects.pieces(name, content)}
+    records = [record for table in found.tables.values() for record in table.records]
+    digests |= {base for record in records if record.digest in digests for base in record.bases}
+    for container, table in found.tables.items():
+        if any(record.digest in digests for record in table.records):
+            paths |= {*_files_of(objects, container)}
+    return paths
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:

@@ -1,0 +1,78 @@
+"""The HTTP server of an engine that is asked to load a step: vLLM's `POST /update_weights`."""
+
+import http.client
+import json
+from contextlib import suppress
+from typing import Final
+from urllib.parse import urlsplit
+
+from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
+
+_PATH: Final = "/update_weights"
+_CONNECT_S: Final = 10.0
+# Until then, the engine fetches the step and loads it beside the one that it runs.
+_ANSWER_S: Final = 3600.0
+_MOST_SAID: Final = 300
+_NO_SUCH_PATH: Final = (
+    "there is no /update_weights; start the server with VLLM_SERVER_DEV_MODE=1 and "
+    '--weight-transfer-config \'{"backend": "tensor_dedup"}\''
+)
+
+
+class EngineServer:
+    """The server of an engine at `url`, `http://HOST:PORT`. Safe from any thread.
+
+    Raises:
+        EngineUrlError: The URL cannot be that of a server, or contains a credential.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            raise EngineUrlError.at("...", "it is no URL") from None
+        if parts.username is not None or parts.query or parts.fragment:
+            raise EngineUrlError.at("...", "a user, a password or a query may be a secret")
+        if parts.scheme not in ("http", "https") or not host:
+            raise EngineUrlError.at(repr(url), "it names no server")
+        self.url = url.rstrip("/")
+        self._host, self._port, self._path = host, port, parts.path.rstrip("/") + _PATH
+        self._is_secure = parts.scheme == "https"
+
+    def __repr__(self) -> str:
+        return f"EngineServer({self.url!r})"
+
+    def load(self, step: int) -> None:
+        """Let the engine load a step of the run that it follows; return when it runs the step.
+
+        Raises:
+            EngineUnreachableError: The server does not answer.
+            EngineError: The engine has not loaded the step.
+        """
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        link = kind(self._host, self._port, timeout=_CONNECT_S)
+        body = json.dumps({"update_info": {"step": step}})
+        try:
+            link.connect()
+            link.sock.settimeout(_ANSWER_S)
+            link.request("POST", self._path, body, {"Content-Type": "application/json"})
+            answer = link.getresponse()
+            said = answer.read(1 << 16)
+        except (OSError, http.client.HTTPException) as error:
+            what = f"no answer ({str(error) or type(error).__name__})"
+            raise EngineUnreachableError.at(self.url, what, engine=self.url, step=step) from error
+        finally:
+            link.close()
+        if answer.status != http.client.OK:
+            what = _NO_SUCH_PATH if answer.status == http.client.NOT_FOUND else _message(said)
+            said_so = f"it answered {answer.status} for the step {step}: {what}"
+            raise EngineError.at(self.url, said_so, engine=self.url, step=step)
+
+
+def _message(said: bytes) -> str:
+    """Return what an answer says of its error, as vLLM words it, or its beginning."""
+    text = said.decode("utf-8", "replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    return " ".join(text.split())[:_MOST_SAID] or "nothing"

@@ -1,0 +1,24 @@
+"""The errors about engines that are asked over HTTP to load a step."""
+
+from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
+from tensor_dedup.store.errors import AdvisedError
+
+
+class EngineUrlError(AdvisedError):
+    """The URL cannot be that of an engine's server."""
+
+    exit_status = WRONG_USE
+    advice = "write http://HOST:PORT, as of `vllm serve`"
+
+
+class EngineError(AdvisedError):
+    """An engine did not load a step, and runs the one before."""
+
+    advice = "see the log of the engine"
+
+
+class EngineUnreachableError(EngineError):
+    """The server of an engine does not answer."""
+
+    exit_status = NOBODY_THERE
+    advice = "check the URL, and whether the server runs"

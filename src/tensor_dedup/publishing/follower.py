@@ -1,0 +1,246 @@
+"""Follow a run: pull each new step when it appears, and let engines load it."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from tensor_dedup.errors import WRONG_USE, StoreError, TensorDedupError
+from tensor_dedup.publishing.engine_server import EngineServer
+from tensor_dedup.publishing.errors import EngineError
+from tensor_dedup.publishing.subscriber import NewStep, fetch
+from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import SilentTransfer
+from tensor_dedup.store.store import LocalStore
+
+_SCHEMA: Final = 1
+# The pause after a failure doubles up to this, in seconds.
+_LONGEST_PAUSE_S: Final = 60.0
+# What is wrong use elsewhere, and here only means that the next step has to be waited for.
+_TO_COME: Final = (UnknownRemoteNameError, RemoteNameTakenError)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedEvent:
+    """A step is in the store now. `seconds` is how long that took, with its pull if it was one."""
+
+    found: NewStep
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the event as a dict for JSON."""
+        transfer = self.found.transfer
+        return {
+            "schema": _SCHEMA,
+            "event": "step",
+            "name": self.found.name,
+            "step": self.found.step,
+            "transfer": None if transfer is None else transfer.to_dict(),
+            "freed_bytes": self.found.freed_bytes,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEvent:
+    """An engine runs a step now."""
+
+    engine: str
+    name: str
+    step: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the event as a dict for JSON."""
+        return {"schema": _SCHEMA, "event": "engine", **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class TroubleEvent:
+    """Something failed and will be tried again. `where` is the URL of the remote or engine."""
+
+    where: str
+    error: TensorDedupError
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the event as a dict for JSON."""
+        kind = type(self.error).__name__
+        return {
+            "schema": _SCHEMA,
+            "event": "trouble",
+            "where": self.where,
+            "kind": kind,
+            "error": str(self.error),
+        }
+
+
+Event = FetchedEvent | LoadedEvent | TroubleEvent
+
+
+class Follower:
+    """Follows `run` of `remote` into `store`, for `engines` by their URLs.
+
+    `tell` is called with each event. `once` calls it in the thread of its caller, `until` in any.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        remote: Remote,
+        run: str,
+        engines: Sequence[str],
+        tell: Callable[[Event], None],
+    ) -> None:
+        """Prepare to follow; nothing is asked or pulled yet.
+
+        Raises:
+            EngineUrlError: The URL of an engine cannot be one.
+        """
+        self._store, self._remote, self._run = store, remote, run
+        self._servers = [EngineServer(url) for url in engines]
+        self.tell = tell
+
+    def once(self) -> None:
+        """Pull the latest step if it is not here, and let each engine load it.
+
+        Raises:
+            StoreError: The step could not be pulled, or an engine has not loaded it. The other
+                engines were asked all the same.
+        """
+        found = self._fetch()
+        results: list[LoadedEvent | EngineError] = []
+
+        def ask(server: EngineServer) -> None:
+            try:
+                results.append(load(server, found))
+            except EngineError as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=ask, args=(each,)) for each in self._servers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        failed = [each for each in results if isinstance(each, EngineError)]
+        for each in results:
+            if not isinstance(each, EngineError):
+                self.tell(each)
+        if failed:
+            raise failed[0]
+
+    def until(self, stop: threading.Event, every_s: float) -> None:
+        """Look for a new step every `every_s` seconds until `stop` is set.
+
+        What fails is tried again after a pause that doubles from time to time. Each engine is asked
+        on a thread of its own, so that one that does not answer delays no other. An engine that is
+        loading a step when `stop` is set goes on alone.
+
+        Raises:
+            StoreError: The URL, the run or the store cannot be used at all.
+        """
+        wakers = [_EngineThread(self, each, stop, every_s) for each in self._servers]
+        for waker in wakers:
+            waker.start()
+        trouble = _Trouble(self, self._remote.url, every_s)
+        latest: NewStep | None = None
+        while not stop.is_set():
+            try:
+                found = self._fetch(latest)
+                for waker in wakers:
+                    waker.want(found)
+                latest = found
+                pause = trouble.over()
+            except StoreError as error:
+                if error.exit_status == WRONG_USE and not isinstance(error, _TO_COME):
+                    raise
+                pause = trouble.met(error)
+            stop.wait(pause)
+        for waker in wakers:
+            waker.want(None)
+
+    def _fetch(self, latest: NewStep | None = None) -> NewStep:
+        began = time.monotonic()
+        found = fetch(self._store, self._remote, self._run, progress=SilentTransfer())
+        # A step that was saved anew is a new one, too.
+        if latest is None or found.name != latest.name or found.transfer is not None:
+            self.tell(FetchedEvent(found, time.monotonic() - began))
+        return found
+
+
+def load(server: EngineServer, found: NewStep) -> LoadedEvent:
+    """Let an engine load a step, and return the event.
+
+    Raises:
+        EngineError: The engine has not loaded the step.
+    """
+    began = time.monotonic()
+    server.load(found.step)
+    return LoadedEvent(server.url, found.name, found.step, time.monotonic() - began)
+
+
+class _Trouble:
+    """What goes wrong at one place: it is told once, and each time the pause is longer."""
+
+    def __init__(self, follower: Follower, where: str, every_s: float) -> None:
+        self._follower, self._where, self._every_s = follower, where, every_s
+        self._said, self._pause_s = "", every_s
+
+    def met(self, error: TensorDedupError) -> float:
+        """Return the pause in seconds after an error."""
+        if type(error).__name__ != self._said:
+            self._said = type(error).__name__
+            self._follower.tell(TroubleEvent(self._where, error))
+        pause = self._pause_s
+        self._pause_s = min(2 * pause, max(_LONGEST_PAUSE_S, self._every_s))
+        return pause
+
+    def over(self) -> float:
+        """Return the pause in seconds after what went well."""
+        self._said, self._pause_s = "", self._every_s
+        return self._every_s
+
+
+class _EngineThread(threading.Thread):
+    """Asks one engine to load the latest step, again and again until it has."""
+
+    def __init__(
+        self, follower: Follower, server: EngineServer, stop: threading.Event, every_s: float
+    ) -> None:
+        super().__init__(daemon=True, name=f"engine {server.url}")
+        self._follower, self._server, self._stop_event = follower, server, stop
+        self._trouble = _Trouble(follower, server.url, every_s)
+        self._changed = threading.Condition()
+        self._wanted: NewStep | None = None
+        self._done: NewStep | None = None
+
+    def want(self, found: NewStep | None) -> None:
+        """Let the engine load the step `found` if it is another one than before."""
+        with self._changed:
+            before = self._wanted
+            if found is None or before is None or _is_new(found, before):
+                self._wanted = found
+                self._changed.notify_all()
+
+    def run(self) -> None:
+        """Ask until the follower stops."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_more)
+                wanted = self._wanted
+            if wanted is None or self._stop_event.is_set():
+                return
+            try:
+                self._follower.tell(load(self._server, wanted))
+                self._done = wanted
+                self._trouble.over()
+            except EngineError as error:
+                self._stop_event.wait(self._trouble.met(error))
+
+    def _has_more(self) -> bool:
+        return self._stop_event.is_set() or self._wanted not in (None, self._done)
+
+
+def _is_new(found: NewStep, before: NewStep) -> bool:
+    return found.name != before.name or found.transfer is not None

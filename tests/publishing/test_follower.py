@@ -1,0 +1,250 @@
+"""`tensor-dedup follow`: new steps come, engines load them, and what fails is tried again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from processes import commands
+from remote_runs import remotes
+from store_runs.stores import open_store
+from tensor_dedup import Store
+from tensor_dedup.publishing.engine_server import EngineServer
+from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
+from tensor_dedup.training import CheckpointStore
+
+PATIENCE_S = 60.0
+
+
+def publish(store: Store, url: str, *steps: int) -> None:
+    with CheckpointStore(store, "policy") as run:
+        for step in steps:
+            run.save({"w": np.full(999, step), "same": np.arange(4000)}, step=step)
+            store.push(url, f"policy@{step}")
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+class Engine:
+    """A server with the endpoint of vLLM. It answers with `status`, and notes what it was asked."""
+
+    def __init__(self, status: int = 200, port: int = 0) -> None:
+        self.asked: list[tuple[str, Any]] = []
+        self.status = status
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                assert self.headers["Content-Type"] == "application/json"
+                engine.asked.append((self.path, json.loads(body)))
+                said = {"message": "Weights updated"}
+                if engine.status != 200:
+                    said = {"error": {"message": "the update\nwas refused", "code": 500}}  # type: ignore[dict-item]
+                answer = json.dumps(said).encode()
+                self.send_response(engine.status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, format: str, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def steps(self) -> list[int]:
+        assert all(path == "/update_weights" for path, _ in self.asked)
+        return [body["update_info"]["step"] for _, body in self.asked]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextmanager
+def engine(status: int = 200, port: int = 0) -> Iterator[Engine]:
+    made = Engine(status, port)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Following:
+    """`tensor-dedup follow` in a process of its own."""
+
+    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "tensor_dedup", "follow", *arguments]
+        self.process = subprocess.Popen(
+            [*command, "--every", "0.1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=None if environ is None else {**os.environ, **environ},
+        )
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def trouble(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.readline()
+
+    def end(self, number: signal.Signals) -> tuple[int, str, str]:
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+
+def test_one_round_pulls_the_latest_step_and_lets_engines_load_it(tmp_path: Path) -> None:
+    full, url, here = open_store(tmp_path / "full"), f"file://{tmp_path}/policy", tmp_path / "here"
+    publish(full, url, 1, 3)
+    with engine() as one, engine() as other:
+        arguments: list[str | Path] = ["follow", url, "--once", "--store", here]
+        arguments += ["--engine", one.url]
+        done = commands.run(*arguments, "--engine", f"{other.url}/")
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        step, *engines = done.stdout.splitlines()
+        assert step.startswith("policy@3  ")
+        assert " requests" in step
+        assert sorted(line.split(" has it")[0] for line in engines) == sorted(
+            f"policy@3  {each.url}" for each in (one, other)
+        )
+        assert one.steps() == other.steps() == [3]
+        # Again, as a document a line; the run can be named. The engine is asked all the same.
+        other.status = 500
+        done = commands.run(*arguments, "--engine", other.url, "--json", "--run", "policy")
+        assert done.returncode == 1
+        assert f"{other.url}: it answered 500 for the step 3: the update was refused" in done.stderr
+        documents = [json.loads(line) for line in done.stdout.splitlines()]
+        assert documents[0].pop("seconds") >= 0
+        assert documents[0] == {
+            "schema": 1,
+            "event": "step",
+            "name": "policy@3",
+            "step": 3,
+            "transfer": None,
+            "freed_bytes": 0,
+        }
+        assert [each["event"] for each in documents] == ["step", "engine"]
+        assert documents[1]["engine"] == one.url
+        assert one.steps() == [3, 3]
+    assert Store.open(here).names() == ["policy@3"]
+
+
+def test_what_cannot_be_followed_ends_at_once_with_its_status(tmp_path: Path) -> None:
+    publish(open_store(tmp_path / "full"), f"file://{tmp_path}/remote", 1)
+    store: list[str | Path] = ["--store", tmp_path / "here"]
+    for arguments, status, said in (
+        ([f"file://{tmp_path}/nothing", "--once"], 3, "check the URL"),
+        ([f"file://{tmp_path}/remote", "--once"], 2, "no step of a run 'remote'"),
+        (["ftp://host/policy"], 2, "no remote has the scheme"),
+        (["///"], 2, "name it with --run"),
+        ([f"file://{tmp_path}/remote", "--run", "../policy"], 2, "cannot be the name of a run"),
+        ([f"file://{tmp_path}/remote", "--engine", "localhost:8000"], 2, "http://HOST:PORT"),
+        (["https://127.0.0.1:9/policy", "--every", "0"], 2, "--every"),
+    ):
+        done = commands.run("follow", *arguments, *store)
+        assert (done.returncode, done.stdout) == (status, ""), done.stderr
+        assert said in done.stderr
+    with engine() as gone:
+        pass
+    remote = f"file://{tmp_path}/remote"
+    run: list[str | Path] = ["follow", remote, "--once", "--run", "policy", *store]
+    done = commands.run(*run, "--engine", gone.url)
+    assert done.returncode == 3
+    assert "policy@1  " in done.stdout
+    assert f"{gone.url}: no answer" in done.stderr
+
+
+def test_new_steps_are_loaded_as_they_appear_until_a_signal_ends_it(tmp_path: Path) -> None:
+    full, url = open_store(tmp_path / "full"), f"file://{tmp_path}/policy"
+    with engine() as asked:
+        following = Following(url, "--store", f"{tmp_path}/here", "--engine", asked.url, "--json")
+        # Nothing is published yet: that is said once.
+        trouble = json.loads(following.line())
+        assert (trouble["event"], trouble["kind"]) == ("trouble", "NotARemoteError")
+        for step in range(4):
+            publish(full, url, step)
+            found = json.loads(following.line())
+            assert (found["event"], found["name"]) == ("step", f"policy@{step}")
+            loaded = json.loads(following.line())
+            assert (loaded["event"], loaded["step"]) == ("engine", step)
+        assert Store.open(tmp_path / "here").names() == ["policy@2", "policy@3"]
+        # One that refuses is asked again, and told of once; a later step takes the place.
+        asked.status = 500
+        publish(full, url, 4)
+        found, refused = json.loads(following.line()), json.loads(following.line())
+        if found["event"] == "trouble":
+            found, refused = refused, found
+        assert (found["step"], refused["where"]) == (4, asked.url)
+        wait_for(lambda: asked.steps().count(4) > 2)
+        asked.status = 200
+        assert json.loads(following.line())["step"] == 4
+        assert following.end(signal.SIGTERM) == (0, "", "")
+        assert asked.steps()[:4] == [0, 1, 2, 3]
+
+
+def test_a_remote_and_an_engine_that_come_back_are_followed_again(tmp_path: Path) -> None:
+    full, url = open_store(tmp_path / "full"), "s3://bucket/policy"
+    with remotes.s3() as proxy, engine() as asked:
+        publish(full, url, 1)
+        between = remotes.Proxy(proxy.port)
+        following = Following(
+            *(url, "--store", f"{tmp_path}/here", "--engine", asked.url),
+            environ={"AWS_ENDPOINT_URL": f"http://127.0.0.1:{between.port}"},
+        )
+        assert following.line().startswith("policy@1  ")
+        assert following.line().startswith(f"policy@1  {asked.url} has it")
+        asked.close()
+        publish(full, url, 2)
+        assert following.line().startswith("policy@2  ")
+        assert f"{asked.url}: no answer" in following.trouble()
+        with engine(port=asked.port) as again:
+            assert following.line().startswith(f"policy@2  {again.url} has it")
+            between.close()
+            assert "'policy@2', which is in" in following.trouble()
+            publish(full, url, 3)
+            between = remotes.Proxy(proxy.port, between.port)
+            assert following.line().startswith("policy@3  ")
+            assert following.line().startswith("policy@3  http")
+            assert again.steps() == [2, 3]
+            assert following.end(signal.SIGINT) == (0, "", "")
+        between.close()
+
+
+def test_a_server_that_is_none_is_told_from_one_that_does_not_answer() -> None:
+    for wrong in ("localhost:8000", "http://", "ftp://host", "http://host:port", "", "http://[h"):
+        with pytest.raises(EngineUrlError, match="http://HOST:PORT"):
+            EngineServer(wrong)
+    for secret in ("http://me:hidden@host:1", "http://host:1/?token=hidden"):
+        with pytest.raises(EngineUrlError, match="secret") as caught:
+            EngineServer(secret)
+        assert "hidden" not in str(caught.value)
+    with engine(404) as old:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            EngineServer(old.url).load(1)
+        assert old.steps() == [1]
+    with pytest.raises(EngineUnreachableError, match="whether the server runs"):
+        EngineServer(old.url).load(1)
