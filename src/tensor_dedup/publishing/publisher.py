@@ -3,13 +3,16 @@
 import hashlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.publishing.slime import SlimeFolder
 from tensor_dedup.publishing.weights import checkpoint_weights, config_files
 from tensor_dedup.remote import transfer
 from tensor_dedup.remote.remote import Remote
@@ -18,7 +21,6 @@ from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training.commit import Saved
-from tensor_dedup.training.pending_save import PendingSave
 from tensor_dedup.training.run import CheckpointStore
 from tensor_dedup.types import is_url
 
@@ -44,6 +46,7 @@ class Published:
     * `sent_bytes` went to the remote, in `requests` requests. Both are 0 for a store's folder. What
       other threads have sent for this run at the same time is counted too.
     * `seconds` is the time until the step was visible.
+    * `version` is the number of the version in slime's format, or 0 if none was written.
     """
 
     name: str
@@ -56,28 +59,11 @@ class Published:
     sent_bytes: int
     requests: int
     seconds: float
+    version: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """Return the result as a dict that can be written as JSON."""
         return asdict(self)
-
-
-class PendingPublish:
-    """A step that is being published while the training continues. Safe from any thread."""
-
-    def __init__(self, publisher: "Publisher", saving: PendingSave, began: "_Began") -> None:
-        self.name, self.step = saving.name, saving.step
-        self._publisher, self._saving, self._began = publisher, saving, began
-
-    def __repr__(self) -> str:
-        return f"PendingPublish({self.name!r})"
-
-    def wait(self) -> Published:
-        """Wait until the step is visible, and return what the publish cost.
-
-        The errors are those of `Publisher.publish`.
-        """
-        return self._publisher._finish(self._saving.wait(), self._began)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +73,35 @@ class _Began:
     at: float
     sent: int
     requests: int
+
+
+class PendingPublish:
+    """A step that is being published while the training continues. Safe from any thread."""
+
+    def __init__(self, name: str, step: int, work: "Future[Published]") -> None:
+        self.name, self.step = name, step
+        self._work = work
+        self._reported = False
+
+    def __repr__(self) -> str:
+        return f"PendingPublish({self.name!r}{'' if self.done() else ', pending'})"
+
+    def done(self) -> bool:
+        """Return whether the publish has ended, successfully or not."""
+        return self._work.done()
+
+    def wait(self) -> Published:
+        """Wait until the step is visible, and return what the publish cost.
+
+        The errors are those of `Publisher.publish`.
+        """
+        self._reported = True
+        return self._work.result()
+
+    def report(self) -> None:
+        """Raise the error of the publish, unless it is still running, or was reported."""
+        if self.done() and not self._reported:
+            self.wait()
 
 
 class Publisher:
@@ -116,6 +131,7 @@ class Publisher:
         run: str | None = None,
         config: "StrPath | Mapping[str, str | bytes] | None" = None,
         base: str | None = None,
+        also: Literal["slime"] | None = None,
         work: "StrPath | LocalStore | None" = None,
         keep_last: int | None = 8,
         keep_every: int | None = None,
@@ -131,6 +147,11 @@ class Publisher:
           own config, without a tokenizer.
         * `base`: the name of a checkpoint at `where`, from which the first step is stored as
           differences. Several runs from one base share its tensors.
+        * `also`: "slime" publishes each step a second time, in the format of slime, at
+          `WHERE/slime`. SGLang's endpoint `/pull_weights` reads it where that is a folder for it:
+          `source_dir` is that folder, and `target_version` is `Published.version`. The first
+          version of a training is whole, and others are what changed since the version before.
+          Versions are not deleted.
         * `work`: for a URL, the folder of a store on a local disk that has the last steps, by
           default one for each URL in the user's folder of caches. It takes the space of about two
           models. If it is lost, the next publish restores it from the remote.
@@ -148,6 +169,8 @@ class Publisher:
             ReadOnlyRemoteError, NoConditionsError: The remote cannot be used.
             OtherTierError: `work` was used for this run with another remote.
         """
+        if also not in (None, "slime"):
+            raise BadOptionError.of(BadOption.ALSO, f"where={str(where)!r}", f"also={also!r}")
         remote = _remote(where)
         self._traffic = None if remote is None else remote.bucket.traffic
         self.where = str(where) if remote is None else remote.url
@@ -179,6 +202,15 @@ class Publisher:
         )
         if remote is not None:
             _restore(self.run, remote)
+        self._slime: SlimeFolder | None = None
+        if also is not None:
+            place = Remote.open(store.path) if remote is None else remote
+            self._slime = SlimeFolder(place.bucket, store)
+            if (latest := self.run.latest()) is not None:
+                self._slime.resume(step_name(name, latest))
+        # What follows a save, in the order of the saves.
+        self._after = ThreadPoolExecutor(1, "tensor-dedup-publish")
+        self._pending: list[PendingPublish] = []
 
     def __repr__(self) -> str:
         return f"Publisher({self.where!r}, run={self.run.run_id!r})"
@@ -186,16 +218,31 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, raised: BaseException | None, *rest: object) -> None:
-        self.run.__exit__(kind, raised, *rest)
+    def __exit__(self, kind: object, raised: BaseException | None, *_: object) -> None:
+        try:
+            self.close()
+        except StoreError as error:
+            if raised is None:
+                raise
+            raised.add_note(f"and a step was not published: {error}")  # that comes first
 
     def close(self) -> None:
         """Wait until all steps are published, and free memory and files held between publishes.
 
+        The object can be used again afterwards.
+
         Raises:
             StoreError: A step could not be published; the exception is the error of its publish.
         """
-        self.run.close()
+        try:
+            for each in self._pending:
+                with suppress(StoreError):
+                    each._work.result()
+            self._report()
+        finally:
+            if self._slime is not None:
+                self._slime.close()
+            self.run.close()
 
     def publish(
         self,
@@ -222,9 +269,11 @@ class Publisher:
             NoSpaceError, StoreIOError: The disk failed.
             ChangedModelError: A write to the model was noticed.
         """
+        self._report()
         began = self._begin()
         weights, files = self._parts(model)
-        return self._finish(self.run.save(weights, step, metrics, files=files), began)
+        saved = self.run.save(weights, step, metrics, files=files)
+        return self._after.submit(self._finish, lambda: saved, began).result()
 
     def publish_async(
         self,
@@ -242,9 +291,14 @@ class Publisher:
         The error of a publish is raised by `wait` of its result, or else by the next call of this
         method, `publish` or `close`. The errors are those of `publish`.
         """
+        self._report()
         began = self._begin()
         weights, files = self._parts(model)
-        return PendingPublish(self, self.run.save_async(weights, step, metrics, files=files), began)
+        saving = self.run.save_async(weights, step, metrics, files=files)
+        work = self._after.submit(self._finish, saving.wait, began)
+        pending = PendingPublish(saving.name, step, work)
+        self._pending.append(pending)
+        return pending
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> "Hook":
         """Make `optimizer` wait, before each step, for the copies that `publish_async` makes.
@@ -252,6 +306,13 @@ class Publisher:
         The method `remove` of the result undoes that.
         """
         return self.run.hook(optimizer)
+
+    def _report(self) -> None:
+        """Raise what an earlier publish in the background has failed with."""
+        ended = [each for each in self._pending if each.done()]
+        self._pending = [each for each in self._pending if each not in ended]
+        for each in ended:
+            each.report()
 
     def _parts(self, model: Any) -> tuple[dict[str, Any], dict[str, str | bytes]]:
         """What is saved of a model: its weights, and its own config unless one was given."""
@@ -264,8 +325,10 @@ class Publisher:
             return _Began(time.monotonic(), 0, 0)
         return _Began(time.monotonic(), traffic.sent, traffic.calls)
 
-    def _finish(self, saved: Saved, began: _Began) -> Published:
-        """Wait until a step that was saved is visible, and say what it cost."""
+    def _finish(self, wait: Callable[[], Saved], began: _Began) -> Published:
+        """Wait until a step is saved and visible, and say what it cost."""
+        saved = wait()
+        version = 0 if self._slime is None else self._slime.write(saved.name)
         self.run.drain(step=saved.step)
         now = self._begin()
         return Published(
@@ -279,6 +342,7 @@ class Publisher:
             sent_bytes=now.sent - began.sent,
             requests=now.requests - began.requests,
             seconds=now.at - began.at,
+            version=version,
         )
 
 

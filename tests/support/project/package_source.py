@@ -93,7 +93,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "publishing": (
         *("errors", "subscriber", "engine_server", "follower"),
-        *("weights", "publisher"),
+        *("weights", "slime", "publisher"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),

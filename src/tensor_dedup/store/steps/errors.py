@@ -121,6 +121,7 @@ class BadOption(Enum):
     WEIGHTS = 'name a part of what is saved, as in weights="model", or give ""'
     RUN = "call the run something else, and give the step to `load`"
     FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
+    ALSO = 'give also="slime", or leave it out'
     WORK = "give `work` only with the URL of a remote; the folder of a store needs none"
     PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
 

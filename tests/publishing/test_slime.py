@@ -1,0 +1,150 @@
+"""What is published for slime is read by a decoder that was written after its documentation."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+import zstandard
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from remote_runs.remotes import MemoryBucket
+from tensor_dedup import Publisher, Remote, Store
+from tensor_dedup.store.steps.errors import BadOption, BadOptionError
+from training_runs.published import model_at
+
+CONFIG = {"config.json": "{}"}
+
+
+class Host:
+    """A host that pulls versions in order, as SGLang's endpoint does."""
+
+    def __init__(self, source: Path) -> None:
+        self.source, self.applied = source, 0
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def pull(self, version: int) -> None:
+        """Begin with the newest whole version, and apply what changed since then, in order."""
+        start = version
+        while start > self.applied and self._metadata(start).get("delta_encoding"):
+            start -= 1
+        if start > self.applied:
+            self._reset(start)
+        for number in range(self.applied + 1, version + 1):
+            self._apply(number)
+
+    def _folder(self, version: int) -> Path:
+        return self.source / f"weight_v{version:06d}"
+
+    def _metadata(self, version: int) -> dict[str, str]:
+        text = (self._folder(version) / "model.safetensors.index.json").read_text()
+        metadata: dict[str, str] = json.loads(text)["metadata"]
+        return metadata
+
+    def _reset(self, version: int) -> None:
+        folder = self._folder(version)
+        assert (folder / "config.json").read_text() == "{}"
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        self.weights = load_file(folder / "model.safetensors")
+        assert index["weight_map"].keys() == self.weights.keys()
+        self.applied = version
+
+    def _apply(self, version: int) -> None:
+        metadata = self._metadata(version)
+        assert int(metadata["version"]) == version
+        assert int(metadata["base_version"]) == self.applied
+        assert metadata["delta_encoding"] == "xor"
+        assert metadata["compression_format"] == "zstd"
+        assert metadata["checksum_format"] == "xxh3-128"
+        index = json.loads((self._folder(version) / "model.safetensors.index.json").read_text())
+        for file in sorted(self._folder(version).glob("*.safetensors")):
+            with safe_open(file, "np") as held:
+                checks = held.metadata()
+                for name in held.keys():  # noqa: SIM118 (it is no mapping)
+                    assert index["weight_map"][name] == file.name
+                    blob = zstandard.ZstdDecompressor().decompress(held.get_tensor(name).tobytes())
+                    bits = self.weights[name].view(torch.uint8).reshape(-1)
+                    bits ^= torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+                    assert xxhash.xxh3_128(bits.numpy()).hexdigest() == checks[name]
+        self.applied = version
+
+
+def assert_at(host: Host, step: int) -> None:
+    expected = model_at(step)
+    assert host.weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(host.weights[name], tensor)
+
+
+def test_each_step_is_a_version(tmp_path: Path) -> None:
+    where = tmp_path / "policy"
+    host, late = Host(where / "slime"), Host(where / "slime")
+    with Publisher(where, also="slime", config=CONFIG) as policy:
+        for step in (10, 20, 30):
+            version = policy.publish(model_at(step // 10), step).version
+            assert version == step // 10
+            host.pull(version)
+            assert_at(host, version)
+    late.pull(3)
+    assert_at(late, 3)
+    whole, changed = (
+        sum(path.stat().st_size for path in (where / "slime" / f"weight_v{n:06d}").iterdir())
+        for n in (1, 2)
+    )
+    assert changed < 0.05 * whole
+    store = Store.open(where)
+    assert store.verify(full=True).faults == []
+    store.gc(0)
+    late.pull(3)
+
+
+def test_a_step_without_changes_is_a_version(tmp_path: Path) -> None:
+    where = tmp_path / "policy"
+    with Publisher(where, also="slime", config=CONFIG) as policy:
+        for step in range(3):
+            policy.publish_async(model_at(1), step)
+    host = Host(where / "slime")
+    host.pull(3)
+    assert_at(host, 1)
+
+
+def test_versions_go_on_after_a_restart(tmp_path: Path) -> None:
+    bucket = MemoryBucket()
+    for step in range(4):
+        work = tmp_path / f"work-{step // 2}"  # another host from the third step on
+        remote = Remote(bucket)
+        with Publisher(remote, run="policy", also="slime", work=work, config=CONFIG) as policy:
+            assert policy.publish(model_at(step), step).version == step + 1
+    source = tmp_path / "mounted"
+    for key, (blob, *_) in bucket.objects.items():
+        if key.startswith("slime/"):
+            path = source / key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(blob)
+    host = Host(source / "slime")
+    host.pull(4)
+    assert_at(host, 3)
+    assert host._metadata(4).get("delta_encoding") == "xor"
+
+
+def test_another_step_than_the_last_version_s_begins_with_a_whole_version(tmp_path: Path) -> None:
+    where = tmp_path / "policy"
+    with Publisher(where, also="slime", config=CONFIG) as policy:
+        policy.publish(model_at(0), 0)
+    with Publisher(where, config=CONFIG) as policy:
+        policy.publish(model_at(1), 1)
+    with Publisher(where, also="slime", config=CONFIG) as policy:
+        assert policy.publish(model_at(2), 2).version == 2
+    host = Host(where / "slime")
+    shutil.rmtree(where / "slime" / "weight_v000001")
+    host.pull(2)
+    assert_at(host, 2)
+
+
+def test_other_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadOptionError) as caught:
+        Publisher(tmp_path / "policy", also="verl")  # type: ignore[arg-type]
+    assert caught.value.kind is BadOption.ALSO
