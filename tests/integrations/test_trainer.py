@@ -19,9 +19,9 @@ from transformers import (
 
 from processes import fresh
 from store_runs.disk_faults import Faults, FaultyFiles
-from tensor_dedup import Store
+from tensor_dedup import Publisher, Store
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.integrations.trainer import StoreCallback
+from tensor_dedup.integrations.trainer import PublishCallback, StoreCallback
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.training import CheckpointStore, HostPool
@@ -378,3 +378,42 @@ def test_callbacks_that_share_a_pool_share_its_bound(tmp_path: Path) -> None:
         assert each.run.steps() == [2, 4, 6, 8]
     first, second = (each.run.load(8)["model"] for each in callbacks)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_steps_are_published_as_they_are_made(asynchronous: bool, tmp_path: Path) -> None:
+    class Noted(TrainerCallback):
+        """Notes the weights after each step."""
+
+        def __init__(self) -> None:
+            self.weights: dict[int, dict[str, torch.Tensor]] = {}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            held = given["model"].state_dict()
+            self.weights[state.global_step] = {name: t.clone() for name, t in held.items()}
+
+    noted = Noted()
+    policy = Publisher(tmp_path / "policy")
+    callback = PublishCallback(policy, every=3, asynchronous=asynchronous)
+    given = arguments(tmp_path / "out", 9)
+    trained = Trainer(model(), given, train_dataset=Sentences(), callbacks=[noted, callback])
+    trained.train()
+    assert policy.run.steps() == [3, 6, 9]
+    store = Store.open(tmp_path / "policy")
+    for step in (3, 6, 9):
+        store.export(f"policy@{step}", tmp_path / f"{step}")
+        found = LlamaForCausalLM.from_pretrained(tmp_path / f"{step}").state_dict()
+        assert found.keys() == noted.weights[step].keys()
+        for name, tensor in noted.weights[step].items():
+            assert torch.equal(found[name], tensor)
+    assert any(
+        not torch.equal(noted.weights[3][name], tensor) for name, tensor in noted.weights[9].items()
+    )
+
+
+def test_a_sharded_model_is_not_published(tmp_path: Path) -> None:
+    callback = PublishCallback(Publisher(tmp_path / "policy"))
+    made = Trainer(model(), arguments(tmp_path / "out", 1), train_dataset=Sentences())
+    made.args.fsdp = "full_shard"
+    with pytest.raises(UnsupportedError):
+        callback.on_train_begin(made.args, made.state, made.control, model=made.model)

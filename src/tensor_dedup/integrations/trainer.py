@@ -7,7 +7,9 @@
     trainer.train()
     trainer.train(resume_from_checkpoint=callback.check_out(folder))
 
-`FreezeCallback` keeps chosen layers bit-identical during the training.
+`PublishCallback` publishes the model for engines that follow the training, also in trainers that
+are built on Trainer, such as those of TRL. `FreezeCallback` keeps chosen layers bit-identical
+during the training.
 """
 
 import json
@@ -29,6 +31,7 @@ from transformers.training_args import ParallelMode
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_frozen, freeze
+from tensor_dedup.publishing.publisher import Publisher
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import step_name
@@ -40,7 +43,7 @@ from tensor_dedup.types import StrPath
 if TYPE_CHECKING:
     from tensor_dedup.training.background import Hook
 
-__all__ = ["FreezeCallback", "StoreCallback"]
+__all__ = ["FreezeCallback", "PublishCallback", "StoreCallback"]
 
 _MODEL: Final = "model"
 # The files of a Trainer checkpoint, and the part of a step that each holds. Few runs have all.
@@ -241,6 +244,72 @@ class StoreCallback(TrainerCallback):
             self._hook = None
 
 
+class PublishCallback(TrainerCallback):
+    """A callback that publishes the model after every `every` steps, with config and tokenizer.
+
+        policy = Publisher("s3://bucket/policy")
+        trainer = GRPOTrainer(..., callbacks=[PublishCallback(policy, every=10)])
+
+    The step `global_step` is published as soon as the optimizer has made it. Process 0 publishes,
+    and must hold the model in full. Models sharded by FSDP or DeepSpeed are refused with an
+    `UnsupportedError`.
+    """
+
+    def __init__(self, policy: Publisher, *, every: int = 1, asynchronous: bool = False) -> None:
+        """Publish with `policy`, which the end of the training closes.
+
+        With `asynchronous`, the training continues while a step is published, and the optimizer
+        waits until the tensors that it changes have been copied. The error of a publish then ends
+        the training at a later one.
+        """
+        self.policy = policy
+        self._every, self._asynchronous = every, asynchronous
+        self._hook: Hook | None = None
+        self._files: dict[str, str | bytes] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Collect the config and tokenizer files for all steps, and hook the optimizer.
+
+        Raises:
+            UnsupportedError: The model is sharded.
+        """
+        _check_whole(args, given["model"])
+        self._unhook()  # of a training that ended with an error
+        if self._asynchronous and state.is_world_process_zero:
+            self._hook = self.policy.hook(_inner(given["optimizer"]))
+        self._files = _small_files(given["model"], given.get("processing_class"))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Publish the step if its number is a multiple of `every`.
+
+        A `StoreError` ends the training; all published steps stay intact.
+        """
+        if state.global_step % self._every or not state.is_world_process_zero:
+            return
+        publish = self.policy.publish_async if self._asynchronous else self.policy.publish
+        publish(given["model"], state.global_step, files=self._files)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Wait until all steps are published.
+
+        Raises:
+            StoreError: A step could not be published.
+        """
+        self._unhook()
+        self.policy.close()
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
 class FreezeCallback(TrainerCallback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
@@ -346,7 +415,7 @@ def _check_whole(args: TrainingArguments, model: Any) -> None:
         or any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
     ):
         raise UnsupportedError(
-            "StoreCallback saves whole models; with FSDP, DeepSpeed or tensor parallelism use "
+            "this callback saves whole models; with FSDP, DeepSpeed or tensor parallelism use "
             "StoreWriter of tensor_dedup.integrations.dcp"
         )
 

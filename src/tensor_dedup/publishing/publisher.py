@@ -249,6 +249,8 @@ class Publisher:
         model: "torch.nn.Module | Mapping[str, torch.Tensor]",
         step: int,
         metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
     ) -> Published:
         """Publish `model` as the step `step`, and return what that cost.
 
@@ -258,7 +260,8 @@ class Publisher:
 
         `model` is a torch module, or a mapping from the names in the checkpoint to tensors. A model
         of Transformers is published under the names that its `save_pretrained` writes. It must not
-        change during the call. A step that exists is replaced. `metrics` maps names to numbers.
+        change during the call. A step that exists is replaced. `metrics` maps names to numbers, and
+        `files` maps paths to small files that are published beside those of `config`.
 
         Raises:
             UnsupportedError: The model has adapters, or is no model.
@@ -271,8 +274,8 @@ class Publisher:
         """
         self._report()
         began = self._begin()
-        weights, files = self._parts(model)
-        saved = self.run.save(weights, step, metrics, files=files)
+        weights, small = self._parts(model, files)
+        saved = self.run.save(weights, step, metrics, files=small)
         return self._after.submit(self._finish, lambda: saved, began).result()
 
     def publish_async(
@@ -280,6 +283,8 @@ class Publisher:
         model: "torch.nn.Module | Mapping[str, torch.Tensor]",
         step: int,
         metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
     ) -> PendingPublish:
         """Start to publish `model`, and return while that goes on. Call `wait` on the result.
 
@@ -293,8 +298,8 @@ class Publisher:
         """
         self._report()
         began = self._begin()
-        weights, files = self._parts(model)
-        saving = self.run.save_async(weights, step, metrics, files=files)
+        weights, small = self._parts(model, files)
+        saving = self.run.save_async(weights, step, metrics, files=small)
         work = self._after.submit(self._finish, saving.wait, began)
         pending = PendingPublish(saving.name, step, work)
         self._pending.append(pending)
@@ -314,10 +319,12 @@ class Publisher:
         for each in ended:
             each.report()
 
-    def _parts(self, model: Any) -> tuple[dict[str, Any], dict[str, str | bytes]]:
+    def _parts(
+        self, model: Any, files: "Mapping[str, str | bytes] | None"
+    ) -> tuple[dict[str, Any], dict[str, str | bytes]]:
         """What is saved of a model: its weights, and its own config unless one was given."""
-        files = config_files(model) if self._config is None else {}
-        return checkpoint_weights(model), {**files}
+        own = config_files(model) if self._config is None else {}
+        return checkpoint_weights(model), {**own, **(files or {})}
 
     def _begin(self) -> _Began:
         traffic = self._traffic

@@ -174,7 +174,7 @@ def _safetensors(blobs: dict[str, bytes], metadata: dict[str, str]) -> Iterator[
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
-    yield from map(memoryview, blobs.values())
+    yield from (memoryview(blob) for blob in blobs.values())
 
 
 def _chunks(path: Path) -> Iterator[memoryview]:
