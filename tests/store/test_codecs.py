@@ -157,6 +157,19 @@ def test_a_short_sample_does_not_hide_that_few_differ(apart: int) -> None:
     assert _chosen(new, old, 2) == "sparse2"
 
 
+def test_what_differs_almost_everywhere_is_not_stored_as_few_changes() -> None:
+    dice = random.Random(3)
+    base = [dice.randrange(1 << 30, 1 << 31) for _ in range(16_000)]
+    data = [word + dice.choice([-1, 1]) * dice.randrange(1, 200) for word in base]
+    new, old = (struct.pack("<16000I", *words) for words in (data, base))
+    sparse, diff = (
+        len(CODECS[name].encode(memoryview(new), memoryview(old), "entropy"))
+        for name in ("sparse4", "diff4")
+    )
+    assert sparse < diff
+    assert _chosen(new, old, 4) == "diff4"
+
+
 @pytest.mark.parametrize("places", [[0], [254], [255], [256], [0, 1, 599], [509, 511, 2**17]])
 def test_places_far_apart_come_back(places: Sequence[int]) -> None:
     base = bytes(2**18 + 2)

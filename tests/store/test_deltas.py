@@ -37,6 +37,7 @@ from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredPieces
 
 A, B = weights(1, 300 * KIB), weights(2, 5 * MIB)
 
@@ -356,6 +357,21 @@ def test_a_flipped_bit_in_an_anchor_is_found_named_and_repaired(
     assert stored(store, "tune") == expected["tune"]
     assert store.repair([tmp_path / "base"]).missing == []
     assert_clean(store, expected)
+
+
+def test_a_base_that_was_not_compared_makes_no_wrong_tensor(
+    store: Store, expected: dict[str, Content], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peeked = []
+
+    def wrong(_pieces: StoredPieces, _digest: bytes, start: int, view: memoryview) -> bool:
+        peeked.append(start)
+        view[:] = bytes(len(view))
+        return True
+
+    monkeypatch.setattr(StoredPieces, "peek_leaf", wrong)
+    assert stored(store, "tune") == expected["tune"]
+    assert {*peeked} == {0, 2 * MIB, 4 * MIB}
 
 
 def test_a_lost_anchor_comes_back_from_the_trash(

@@ -17,7 +17,7 @@ from typing import Final
 PAGE: Final = mmap.PAGESIZE
 HUGE_PAGE: Final = 2 << 20
 _REGION: Final = 64 << 20
-_ALIGNMENT: Final = 64
+ALIGNMENT: Final = 64
 
 # Not in Python's mmap yet.
 _POPULATE_READ: Final = 22
@@ -72,7 +72,7 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
         end = 0
         while at < len(sizes) and (not starts or end + sizes[at] <= _REGION):
             starts.append(end)
-            end = -(-(end + sizes[at]) // _ALIGNMENT) * _ALIGNMENT
+            end = -(-(end + sizes[at]) // ALIGNMENT) * ALIGNMENT
             at += 1
         region = allocate(end)
         group = zip(starts, sizes[at - len(starts) : at], strict=True)

@@ -20,10 +20,12 @@ from tensor_dedup.store.codecs.streams import words
 SAMPLE_BYTES = 128 << 10
 _SAMPLES = 3
 _MATCHES_COST = 1.03
-# Where fewer elements than this differ, `sparse` is the smallest and by far the quickest. What a
-# chunk takes beside its elements hides that: it is a third of a sample of 32 KiB, and nothing in a
-# leaf.
-_FEW = 1 / 32
+# Where no more elements than the first share differ, `sparse` is the smallest and by far the
+# quickest. What a chunk takes beside its elements hides that: it is a third of a sample of 32 KiB,
+# and nothing in a leaf. Where more than the second share differ, `sparse` takes three times as long
+# to decode as others that are as small.
+_FEW, _MANY = 1 / 32, 1 / 4
+_AGAINST = ("nibble", "step", "xor", "diff")
 _MAKERS: Mapping[str, Callable[[str, int], Codec]] = {
     "planes": lambda name, width: Planes(name, width, "nothing"),
     "xor": lambda name, width: Planes(name, width, "xor"),
@@ -86,10 +88,9 @@ def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
     total = sum(sample.data.nbytes for sample in samples)
     if not total:
         return None
-    candidates = _sparse(width) if _few_differ(samples, width) else _candidates(width, samples)
     found = [
         CodecChoice(codec, effort, _size(codec, effort, samples) / total)
-        for codec, effort in candidates
+        for codec, effort in _candidates(width, samples)
     ]
     best = min(found, key=_cost)
     return best if best.share <= WORTH else None
@@ -111,30 +112,31 @@ def _cost(choice: CodecChoice) -> float:
     return choice.share * (_MATCHES_COST if choice.effort == "matches" else 1)
 
 
-def _few_differ(samples: Sequence[Sample], width: int) -> bool:
-    count = differ = 0
-    for sample in samples:
-        if sample.base is None:
-            return False
-        (values, _), (under, _) = words(sample.data, width), words(sample.base, width)
-        count += len(values)
-        differ += int(np.count_nonzero(values != under))
-    return differ <= count * _FEW
-
-
-def _sparse(width: int) -> list[tuple[Codec, Effort]]:
-    return [(CODECS[f"sparse{width}"], "entropy")]
-
-
 def _candidates(width: int, samples: Sequence[Sample]) -> Iterator[tuple[Codec, Effort]]:
     """Yield the codecs to try, the quickest to decode first: it wins among equally small ones."""
-    against = all(sample.base is not None for sample in samples)
-    families = ("sparse", "nibble", "step", "xor", "diff") if against else ()
+    differing = _differing(samples, width)
+    if differing is not None and differing <= _MANY:
+        yield CODECS[f"sparse{width}"], "entropy"
+        if differing <= _FEW:
+            return
+    families = () if differing is None else _AGAINST
     for name in [*(f"{family}{width}" for family in families), f"planes{width}"]:
         if name in CODECS:
             yield CODECS[name], "entropy"
     for name in sorted({f"planes{width}", "planes1"}, reverse=True):
         yield CODECS[name], "matches"
+
+
+def _differing(samples: Sequence[Sample], width: int) -> float | None:
+    """The share of elements that differ from their bases, or None if a sample has no base."""
+    count = differing = 0
+    for sample in samples:
+        if sample.base is None:
+            return None
+        (values, _), (under, _) = words(sample.data, width), words(sample.base, width)
+        count += len(values)
+        differing += int(np.count_nonzero(values != under))
+    return differing / max(count, 1)
 
 
 def _size(codec: Codec, effort: Effort, samples: Sequence[Sample]) -> int:

@@ -21,7 +21,7 @@ from typing import Final
 from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.buffers import BufferPool, bring_in
+from tensor_dedup.store.buffers import ALIGNMENT, BufferPool, allocate, bring_in
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import PAGE, Files, Handle
@@ -151,6 +151,7 @@ class BulkReader:
         # Python's mmap keeps a descriptor for as long as the mapping is there.
         self._mappings = pieces.disk.free_handles() * 2 // 3
         self._bypasses: dict[ContainerId, bool] = {}
+        self._shared = memoryview(b"")
         self._undo = ExitStack()
         self._undo.callback(self._direct.close)
         # Threads of its own: they wait for the disk, so there are more than hash.
@@ -209,15 +210,26 @@ class BulkReader:
     def _start_piece(
         self, digest: bytes, nbytes: int
     ) -> tuple[bytes, int, memoryview, list[Future[None]]]:
-        large = nbytes >= _SMALL
-        memory = self._pool.take(nbytes) if large else memoryview(bytearray(nbytes))
+        memory = self._pool.take(nbytes) if nbytes >= _SMALL else self._carve(nbytes)
 
         def read(start: int) -> None:
-            with memory[start : min(start + BLOCK_BYTES, nbytes)] as view:
+            with memory[start : min(start + LEAF_BYTES, nbytes)] as view:
                 self._pieces.read_piece_into(digest, start, view, nbytes)
 
-        starts = range(0, nbytes, BLOCK_BYTES)
+        # Leaf by leaf: one is decoded by the thread that has read it, while others read.
+        starts = range(0, nbytes, LEAF_BYTES)
         return digest, nbytes, memory, [self._threads.submit(read, start) for start in starts]
+
+    def _carve(self, nbytes: int) -> memoryview:
+        """Return untouched memory, a part of what several pieces share.
+
+        So a thread that fills it touches it first, not all of it the thread that hands out.
+        """
+        if self._shared.nbytes < nbytes:
+            self._shared = allocate(_SMALL)
+        memory = self._shared[:nbytes]
+        self._shared = self._shared[-(-nbytes // ALIGNMENT) * ALIGNMENT :]
+        return memory
 
     def _read_piece(
         self, digest: bytes, nbytes: int, memory: memoryview, futures: Sequence[Future[None]]

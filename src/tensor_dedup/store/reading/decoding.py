@@ -1,7 +1,7 @@
 """Decoding of stored pieces, and verification against their leaf digests."""
 
 from collections.abc import Callable
-from typing import TypeAlias
+from dataclasses import dataclass
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
 from tensor_dedup.store.codecs.interface import LEAVES, PARTS
@@ -11,31 +11,45 @@ from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, PLAIN, Record
 
-Base: TypeAlias = Callable[[int, memoryview], bytes]
-"""Fills memory with the leaf that another piece has instead of a record, and returns its digest.
 
-The offset is that of the leaf in the record; the other piece is its base, or a part of it. The
-bytes have been compared with that digest. It is called from several threads.
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What gives an encoded piece the leaves of other pieces: of its base, or its parts.
 
-Raises:
-    CorruptFrameError: that piece has no leaf of that size there.
-"""
+    Both functions fill memory with a whole leaf, whose offset is that in the encoded piece. They
+    are called from several threads.
 
+    `read(start, view)` compares the leaf with its digest, and returns that. It raises a
+    CorruptFrameError if the other piece has no leaf of that size there.
 
-def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return a function that reads the leaves of other pieces that the piece of `record` needs.
-
-    Call the function with the offset of a leaf in the piece, and with memory to fill. It finds the
-    leaf of another piece from which this leaf is decoded. It calls `read_leaf` with the digest of
-    the other piece, the offset in it, and the memory. It returns the digest of the leaf that was
-    read.
+    `peek(start, view)` returns whether it has filled the memory, with bytes that are not compared
+    with anything. What is decoded against them is, and if that is wrong, it is decoded again.
     """
 
-    def fill(start: int, view: memoryview) -> bytes:
+    read: Callable[[int, memoryview], bytes]
+    peek: Callable[[int, memoryview], bool] = lambda _start, _view: False
+
+
+def base_of(
+    record: Record,
+    read_leaf: Callable[[bytes, int, memoryview], bytes],
+    peek_leaf: Callable[[bytes, int, memoryview], bool] = lambda _digest, _start, _view: False,
+) -> Base:
+    """Return what reads the leaves of other pieces that the piece of `record` needs.
+
+    `read_leaf` and `peek_leaf` are like the functions of a `Base`. But they are called with the
+    digest of the other piece, and with the offset in that piece.
+    """
+
+    def read(start: int, view: memoryview) -> bytes:
         digest, at = record.leaf_in(start)
         return read_leaf(digest, at, view)
 
-    return fill
+    def peek(start: int, view: memoryview) -> bool:
+        digest, at = record.leaf_in(start)
+        return peek_leaf(digest, at, view)
+
+    return Base(read, peek)
 
 
 def fill_leaves(
@@ -117,9 +131,9 @@ def decode_leaf(
             raise CorruptFrameError.at(
                 f"codec {PARTS}", f"{len(chunk)} bytes of a leaf", codec=codec
             )
-        return base(start, view)
+        return base.read(start, view)
     if codec == LEAVES and not chunk:
-        return base(start, view)
+        return base.read(start, view)
     if codec == LEAVES:
         codec, chunk = unwrap(chunk)
     if codec == AS_IT_IS:
@@ -133,13 +147,36 @@ def decode_leaf(
     under = None
     if CODECS[codec].against_base:
         under = memoryview(bytearray(len(view)))
-        base(start, under)
+        if not base.peek(start, under):
+            base.read(start, under)
     CODECS[codec].decode(chunk, under, view)
     return None
 
 
 def _decode(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
+) -> bool:
+    try:
+        found = read_head(files, handle, record)
+    except CorruptFrameError:
+        return False
+    if _decode_chunks(files, handle, record, found, start, view, base):
+        return True
+    # Perhaps the base is what is wrong. Where it can be told, it is read from elsewhere.
+    compared = Base(base.read)
+    return record.base is not None and _decode_chunks(
+        files, handle, record, found, start, view, compared
+    )
+
+
+def _decode_chunks(
+    files: Files,
+    handle: Handle,
+    record: Record,
+    found: list[Chunk],
+    start: int,
+    view: memoryview,
+    base: Base,
 ) -> bool:
     refused: list[str] = []
     failed: list[tuple[int | None, str | None]] = []
@@ -158,18 +195,19 @@ def _decode(
             refused.append(str(error))
         return None
 
+    leaves = leaves_of(record, start, view.nbytes)
     try:
-        found = read_head(files, handle, record)
-        digest = submit(view, fill=fill).result()
+        if view.nbytes <= LEAF_BYTES:
+            # No thread of the pool would do it sooner, and none should wait for the disk.
+            right = (fill(view, 0) or leaf_digests(view)[0]) == leaves
+        else:
+            parts = [leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES)]
+            right = submit(view, fill=fill).result() == combine(view.nbytes, parts)
     except CorruptFrameError:
         return False
     if failed:
         raise OSError(*failed[0], str(handle.path))
-    if refused:
-        return False
-    leaves = leaves_of(record, start, view.nbytes)
-    parts = [leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES)]
-    return digest == combine(view.nbytes, parts)
+    return right and not refused
 
 
 def leaves_of(record: Record, start: int, nbytes: int) -> bytes:

@@ -4,7 +4,7 @@ A piece is a tensor, a file header or a small file. It may have several copies i
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
@@ -188,8 +188,20 @@ class StoredPieces:
             right = fill_leaves(self.disk, handle, at.record, start, view, base)
             return leaves_of(at.record, start, view.nbytes) if right else None
 
-        base = base_of(copy.record, read_leaf)
+        base = base_of(copy.record, read_leaf, self.peek_leaf)
         return base
+
+    def peek_leaf(self, digest: bytes, start: int, view: memoryview) -> bool:
+        """Fill `view` with a leaf of a piece from an unencoded copy, without verifying it.
+
+        `start` is the offset of the leaf. Return False if the piece has no such leaf or copy, or if
+        the disk cannot read it. The content of `view` is then undefined.
+        """
+        for container, record in self.plain_places(digest):
+            if are_leaves(record.nbytes, start, start + view.nbytes):
+                with suppress(OSError):  # opened by turns, and removed since
+                    return self.read_stored(container, record.offset + start, view)
+        return False
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
         """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest.
