@@ -29,7 +29,6 @@ from tensor_dedup.loader.residents.param_data import param_data, set_param_data
 
 # The name of a module, and the attributes that lead from it to an object that it holds.
 _Path: TypeAlias = tuple[str, tuple[str, ...]]
-_Named: TypeAlias = dict[_Path, frozenset[str]]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 _NOT_HELPERS: Final = (
@@ -48,32 +47,66 @@ _NOT_HELPERS: Final = (
 _MOST_LEVELS: Final = 3
 
 
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """What the load of a model has set.
+
+    - `names` has the names of the attributes that were set, by the path of their object.
+    - `kept` has the paths of the objects that were there before the load.
+    """
+
+    names: Mapping[_Path, frozenset[str]]
+    kept: frozenset[_Path]
+
+
 class Built:
     """What the modules of a model, and the helper objects that they hold, had as attributes."""
 
     def __init__(self, model: nn.Module) -> None:
         """Note the attributes of `model`, which was just built and has no weights yet."""
-        self._held = {path: dict(found) for path, _, found in _objects(model)}
+        self._held = {
+            path: (thing, {key: (each, _content(each)) for key, each in found.items()})
+            for path, thing, found in _objects(model)
+        }
 
-    def changed(self, model: nn.Module) -> _Named:
-        """Return the names of the attributes that were set since, by the path of their object."""
-        names: _Named = {}
-        for path, _, now in _objects(model):
-            before = self._held.get(path, {})
-            # An object that is new belongs to an attribute that was set.
-            if path in self._held and (
-                new := {k for k, v in now.items() if k not in before or before[k] is not v}
-            ):
+    def loaded(self, model: nn.Module) -> _Loaded:
+        """Return what was set since."""
+        names: dict[_Path, frozenset[str]] = {}
+        kept = set()
+        for path, thing, now in _objects(model):
+            built, before = self._held.get(path, (None, {}))
+            if thing is not built:
+                continue  # it comes with the attribute in which it was set
+            kept.add(path)
+            new = {
+                key
+                for key, each in now.items()
+                if key not in before
+                or before[key][0] is not each
+                or before[key][1] != _content(each)
+            }
+            if new:
                 names[path] = frozenset(new)
-        return names
+        return _Loaded(names, frozenset(kept))
 
 
-_LOADED: Final[WeakKeyDictionary[nn.Module, _Named]] = WeakKeyDictionary()
+_LOADED: Final[WeakKeyDictionary[nn.Module, _Loaded]] = WeakKeyDictionary()
 
 
 def note_loaded(model: nn.Module, built: Built) -> None:
     """Record which attributes the load of `model` has set since it was `built`."""
-    _LOADED[model] = built.changed(model)
+    _LOADED[model] = built.loaded(model)
+
+
+def _content(value: object) -> object:
+    """Return what changes when a container or a tensor is written to in place."""
+    if isinstance(value, dict):
+        return [*map(id, value.keys()), *map(id, value.values())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [*map(id, value)]
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        return value.data_ptr(), 0 if value.is_inference() else value._version
+    return None
 
 
 def _objects(model: nn.Module) -> Iterator[tuple[_Path, object, dict[str, Any]]]:
@@ -147,10 +180,9 @@ class Takeover:
                     name, f"is a {type(module).__name__} and a {type(here[name]).__name__}"
                 )
             plan._plan_tensors(name, module, here[name], tied, owners)
-        parts: dict[int, object] = {
-            **{id(each): there[name] for name, each in here.items()},
-            **tied,
-        }
+        parts: dict[int, object] = dict(tied)
+        for path in _LOADED[fresh].kept & _LOADED[running].kept:
+            parts[id(_follow(here, path))] = _follow(there, path)
         plan._plan_attributes(there, here, parts)
         return plan
 
@@ -190,19 +222,14 @@ class Takeover:
         here: Mapping[str, nn.Module],
         parts: Mapping[int, object],
     ) -> None:
-        before, after = _LOADED[self.running], _LOADED[self.fresh]
+        before, after = _LOADED[self.running].names, _LOADED[self.fresh].names
         for path in before.keys() | after.keys():
             theirs, mine = _follow(here, path), _follow(there, path)
-            if mine is theirs or theirs is None:
-                continue
+            if mine is theirs or theirs is None or type(mine) is not type(theirs):
+                continue  # a helper that a load has replaced comes with an attribute of its holder
             names = after.get(path, frozenset())
             new = {key: _moved(value, parts) for key, value in vars(theirs).items() if key in names}
             gone = before.get(path, frozenset()) - new.keys()
-            if mine is None or type(mine) is not type(theirs):
-                # A helper that the load has replaced comes with an attribute of its holder.
-                if not path[1]:
-                    raise _differs(path[0], "is a module of one of them only")
-                continue
             self._attributes.append((vars(mine), vars(theirs), new, gone))
 
     def apply(self) -> None:
@@ -212,9 +239,11 @@ class Takeover:
             # Modules and parameters refer to each other, so the new model itself would keep this
             # memory, until a full garbage collection.
             set_param_data(tensor, tensor.new_empty(0))
-        for held, theirs, new, gone in self._attributes:
+        # An object may have been reached by another path in the new model.
+        for held, _, _, gone in self._attributes:
             for key in gone:
                 held.pop(key, None)
+        for held, theirs, new, _ in self._attributes:
             held.update(new)
             for key in new:
                 theirs.pop(key, None)
@@ -233,7 +262,7 @@ def _follow(modules: Mapping[str, nn.Module], path: _Path) -> Any:
 
 
 def _moved(value: Any, parts: Mapping[int, object]) -> Any:
-    """Return `value` with the modules and parameters of the new model replaced by the running."""
+    """Return `value` with what belongs to the new model replaced by the running one's."""
     if id(value) in parts:
         return parts[id(value)]
     if isinstance(value, MethodType) and id(value.__self__) in parts:

@@ -37,7 +37,8 @@ MOVES_WEIGHTS: Mapping[str, str] = {
     "enable_elastic_ep": "scaling experts overwrites expert weights while the engine runs",
     "cpu_offload_gb": "offloading moves weights into memory of its own",
     "offload_group_size": "offloading moves weights into memory of its own",
-    "weight_transfer_config": "a weight update overwrites weights while the engine runs",
+    "weight_transfer_config": "a weight update overwrites weights while the engine runs (and on a "
+    "GPU captured graphs know their addresses)",
 }
 _OUR_BACKEND = "cumem"  # vLLM's default, and the only one of its own in 0.33
 # What only writes, and so reaches nobody where a writer gets pages of its own.

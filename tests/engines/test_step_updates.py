@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from models import quantised
 from models import tiny_checkpoints as checkpoints
 from processes import fresh
 from store_runs import damage
@@ -31,21 +32,28 @@ pytestmark = pytest.mark.vllm
 
 _RUN = "policy"
 _BACKEND = {"backend": "tensor_dedup"}
+_OPTIONS: dict[str, Any] = {}  # of every engine
 _SHORT = {"llama_tied", "deepseek_v2", "gpt_oss"}  # tied; latent attention; experts
 
 
-def _steps(arch: str, root: Path) -> Path:
-    """A store with three steps of a run: unlike, and the third a little unlike the first."""
+def _steps(arch: str, root: Path, kind: str = "") -> Path:
+    """A store with three steps of a run: unlike, and the third a little unlike the first.
+
+    With `kind`, they are quantised in this format.
+    """
     pair = checkpoints.make(arch, root / "checkpoints")
-    other = checkpoints.same_header(pair.base, root / "other")
-    with CheckpointStore(root / "store", _RUN, config=pair.base) as run:
-        for number, folder in enumerate((pair.base, other, pair.fine_tune)):
+    folders = [pair.base, checkpoints.same_header(pair.base, root / "other"), pair.fine_tune]
+    if kind:
+        folders = [quantised.make(kind, f, root / f"{kind}-{f.name}") for f in folders]
+    with CheckpointStore(root / "store", _RUN, config=folders[0]) as run:
+        for number, folder in enumerate(folders):
             run.save(checkpoints.tensors(folder), number)
     return root / "store"
 
 
 def _engine(store: Path, step: int, *, follow: bool = True, **config: Any) -> "LLM":
     options: dict[str, Any] = {"weight_transfer_config": _BACKEND} if follow else {}
+    options |= _OPTIONS
     return plain.engine(
         f"store://{_RUN}@{step}", tensor_dedup={"store": str(store), **config}, **options
     )
@@ -70,11 +78,11 @@ def _fresh(store: Path, step: int, **config: Any) -> tuple[Any, dict[str, str]]:
     return found
 
 
-def follow_everywhere(arch: str, root: str, policy: str) -> list[bool]:
+def follow_everywhere(arch: str, root: str, policy: str, kind: str = "") -> list[bool]:
     """Change to steps, there and back; return whether each equals a fresh load of that step."""
-    store = _steps(arch, Path(root))
+    store = _steps(arch, Path(root), kind)
     expected = [_fresh(store, step, cpu_weights=policy) for step in range(3)]
-    assert len({repr(each) for each in expected}) == 3, "the steps do not differ"
+    assert len({repr(each[0]) for each in expected}) == 3, "the steps do not differ"
     llm = _engine(store, 0, cpu_weights=policy)
     equal = [_seen(llm) == expected[0]]
     for step in (1, 2, 0, 0, 1):
@@ -97,6 +105,34 @@ def test_after_each_update_a_model_equals_a_fresh_load(
     arch: str, policy: str, tmp_path: Path
 ) -> None:
     assert fresh.call_forked(follow_everywhere, arch, str(tmp_path), policy) == [True] * 6
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "w8a8",
+        "w4a16",
+        *(pytest.param(k, marks=pytest.mark.long) for k in ("fp8 rows", "AWQ", "GPTQ")),
+    ],
+)
+def test_quantised_layers_take_over_their_kernels(kind: str, tmp_path: Path) -> None:
+    if not plain.multiplies(kind):
+        pytest.skip("vLLM has no kernel for this format on this CPU")
+    equal = fresh.call_forked(follow_everywhere, "llama", str(tmp_path), "packed", kind)
+    assert equal == [True] * 6
+
+
+def test_a_compiled_model_computes_with_the_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # traced, and not compiled to machine code
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    assert fresh.call_forked(follow_compiled, str(tmp_path)) == [True] * 6
+
+
+def follow_compiled(root: str) -> list[bool]:
+    with mock.patch.dict(_OPTIONS, enforce_eager=False):
+        return follow_everywhere("llama", root, "plain")
 
 
 @pytest.fixture(scope="module")

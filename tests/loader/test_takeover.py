@@ -13,9 +13,15 @@ from tensor_dedup.loader.takeover import Built, Takeover, note_loaded
 class Method:
     """A helper object of a layer, as a quantisation method is."""
 
+    apply: Any
+    handler: "Method"
+
     def __init__(self) -> None:
         self.kernel = "none"
         self.width = 4
+
+    def multiply(self) -> str:
+        return self.kernel
 
 
 class Layer(nn.Module):
@@ -27,6 +33,8 @@ class Layer(nn.Module):
         self.method = Method()
         self.rotary = shared
         self.cache = None
+        self.table_of_forms: list[str] = []
+        self.derived = torch.zeros(1)
 
     def linear(self) -> torch.Tensor:
         return self.weight.sum()
@@ -49,8 +57,13 @@ def loaded(value: float, *, packed: bool = True) -> Any:
         layer.scale.fill_(value + number)
         layer.table.fill_(value)
         layer.method.kernel = f"kernel {value} {number}"
+        layer.table_of_forms.append(f"form {value}")
+        layer.derived.fill_(value)
         if packed:
             layer.packed = ("form", value, layer.weight, layer.linear)
+            layer.method.apply = layer.method.multiply
+            layer.method.handler = Method()
+            layer.method.handler.kernel = f"handler {value}"
     note_loaded(model, before)
     return model
 
@@ -67,11 +80,16 @@ def test_a_running_model_gets_weights_buffers_and_what_processing_set() -> None:
         assert torch.equal(layer.weight, torch.full((2, 3), 2.0))
         assert layer.scale.item() == 2.0 + number
         assert layer.method.kernel == f"kernel 2.0 {number}"
+        assert layer.table_of_forms == ["form 2.0"]  # written in place, both
+        assert layer.derived.item() == 2.0
         # It refers to the running model, not to the one that is gone.
         form, value, weight, linear = layer.packed
         assert (form, value) == ("form", 2.0)
         assert weight is layer.weight
         assert linear.__self__ is layer
+        assert layer.method.apply() == f"kernel 2.0 {number}"
+        assert layer.method.apply.__self__ is layer.method
+        assert layer.method.handler.kernel == "handler 2.0"
 
 
 def test_what_the_engine_has_set_stays() -> None:
