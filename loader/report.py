@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -35,6 +35,20 @@ _FILE: Final = re.compile(r"\d+-\d+\.json")  # of a load: the process, and which
 _OWN: Final = re.compile(r"\d+-[0-9a-f]{8}")  # of a process
 _PHASES: Final = ("plan", "read", "hash", "process")
 _log = logging.getLogger(__name__)
+
+
+class LiveDigests(Protocol):
+    """The digests of a loaded model, computed when they are asked for. Safe from any thread."""
+
+    @property
+    def known_checkpoint(self) -> str | None:
+        """The digest of the checkpoint that was loaded, or None if it is not known yet."""
+
+    def checkpoint(self) -> str | None:
+        """Return the digest of the checkpoint that was loaded, or None if it cannot be known."""
+
+    def weights(self) -> str | None:
+        """Return the digest of the model's weights now, or None if it cannot be known."""
 
 
 @dataclass
@@ -66,6 +80,7 @@ class ModelReport:
       number and total size of the tensors in those layers.
     - `marked`: for each marker of the checkpoint (a list of tensors that are equal to those of a
       base), its `base` and `digest`, the number of its `tensors`, and how many were `shared`.
+    - `known_checkpoint_digest`: the checkpoint's digest, if the load knew it.
     """
 
     name: str = ""
@@ -96,10 +111,60 @@ class ModelReport:
     components: list[Any] = field(default_factory=list)
     known_reads: list[dict[str, Any]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    known_checkpoint_digest: str | None = None
+
+    def follow(self, digests: LiveDigests) -> None:
+        """Let the digests of this report be those of a model in memory."""
+        # No field: it is nothing that could be written to a file, or copied.
+        self.__dict__["_live"] = digests
+        self.known_checkpoint_digest = digests.known_checkpoint
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model's memory, which a copy elsewhere does not have."""
+        return {name: value for name, value in vars(self).items() if name != "_live"}
+
+    @property
+    def live(self) -> LiveDigests | None:
+        """The digests of the model in memory; None if another process loaded it."""
+        found: LiveDigests | None = self.__dict__.get("_live")
+        return found
+
+    @property
+    def checkpoint_digest(self) -> str | None:
+        """The digest of the checkpoint that was loaded: of all of its tensors.
+
+        It is a fact of the load, and later changes of the weights do not change it. What the load
+        did not hash is hashed now, from the files, and remembered. The value is None if it cannot
+        be known: a file has changed since, or another process loaded the model and has not hashed
+        everything.
+        """
+        live = self.live
+        found = None if live is None else live.checkpoint()
+        return self.known_checkpoint_digest if found is None else found
+
+    @property
+    def weights_digest(self) -> str | None:
+        """The digest of the weights that the model has now: of all parameters and kept buffers.
+
+        Shared tensors are known, unless they were written to; all others are hashed anew each time.
+        The value is None if it cannot be known: the model no longer exists, another process has it,
+        or some weights are packed in a way that hides their bytes.
+        """
+        return None if self.live is None else self.live.weights()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a JSON object."""
-        return asdict(self) | {"skipped": [list(pair) for pair in self.skipped]}
+        """Return the report as a JSON object. Nothing is hashed for it.
+
+        `checkpoint_digest` is null if it is not known yet.
+        """
+        fields = asdict(self)
+        known = fields.pop("known_checkpoint_digest")
+        if self.live is not None:
+            known = self.live.known_checkpoint or known
+        return fields | {
+            "checkpoint_digest": known,
+            "skipped": [list(pair) for pair in self.skipped],
+        }
 
 
 @dataclass(frozen=True)

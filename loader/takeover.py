@@ -26,6 +26,7 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
 
 # The name of a module, and the attributes that lead from it to an object that it holds.
 _Path: TypeAlias = tuple[str, tuple[str, ...]]
@@ -248,6 +249,7 @@ class Takeover:
             for key in new:
                 theirs.pop(key, None)
         _LOADED[self.running] = _LOADED[self.fresh]
+        take_over_digests(self.running, self.fresh)
 
 
 def _geometry(tensor: torch.Tensor) -> str:

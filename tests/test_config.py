@@ -34,6 +34,7 @@ DEFAULTS = {
     "cpu_weights": None,
     "verify": "hint",
     "audit": 0.0,
+    "salt_prefix_cache": True,
 }
 
 configs = st.builds(

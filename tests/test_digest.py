@@ -377,3 +377,38 @@ def test_the_leaves_can_be_had_with_the_digest(
         future = stream(nbytes, fill, leaves) if passing else submit(data, leaves=leaves)
         assert future.result() == reference(data)
         assert leaves == expected
+
+
+# --- roots
+
+TENSORS: list[list[object]] = [
+    ["b", "BF16", [2, 3], "11" * 32],
+    ["a", "F32", [], "22" * 32],
+    ["\u00e9", "F32", [1], "33" * 32],
+]
+
+
+def test_a_root_is_what_its_description_says() -> None:
+    text = (
+        '[["a","F32",[],"' + "22" * 32 + '"],["b","BF16",[2,3],"' + "11" * 32 + '"],'
+        '["\\u00e9","F32",[1],"' + "33" * 32 + '"]]'
+    )
+    for root, context in (
+        (digests.checkpoint_root, "tensor-dedup checkpoint digest v1"),
+        (digests.weights_root, "tensor-dedup weights digest v1"),
+    ):
+        wanted = blake3(text.encode(), derive_key_context=context).hexdigest()
+        assert root(TENSORS) == root(TENSORS[::-1]) == wanted
+
+
+def test_tensors_of_one_name_have_an_order_too() -> None:
+    twice: list[list[object]] = [["a", "F32", [], digest_] for digest_ in ("22", "11")]
+    assert digests.checkpoint_root(twice) == digests.checkpoint_root(twice[::-1])
+    assert digests.checkpoint_root(twice) != digests.checkpoint_root(twice[:1])
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_a_root_covers_everything_that_it_is_given(place: int) -> None:
+    other = [list(each) for each in TENSORS]
+    other[0][place] = ["c", "F16", [3, 2], "44" * 32][place]
+    assert digests.checkpoint_root(other) != digests.checkpoint_root(TENSORS)

@@ -116,7 +116,19 @@ class FileIdentity:
     @classmethod
     def of(cls, fd: int) -> Self:
         """Return the current identity of the file behind the open descriptor `fd`."""
-        status = os.fstat(fd)
+        return cls._of_status(os.fstat(fd))
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the current identity of the file at `path`, of which links are followed.
+
+        Raises:
+            OSError: There is no such file.
+        """
+        return cls._of_status(Path(path).stat())
+
+    @classmethod
+    def _of_status(cls, status: os.stat_result) -> Self:
         return cls(
             status.st_dev,
             status.st_ino,

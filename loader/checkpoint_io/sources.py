@@ -33,7 +33,12 @@ from tensor_dedup.errors import (
     UnreadableFileError,
 )
 from tensor_dedup.formats.weights import members_in, read_header
-from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import (
+    QUIET_NS,
+    FileIdentity,
+    HintIndex,
+    is_trusted,
+)
 from tensor_dedup.loader.residents.resident import digest_of
 from tensor_dedup.types import TensorSpec
 
@@ -355,6 +360,16 @@ class SourceFile:
                 f"{self.path} changed while it was being loaded; load it again",
                 path=str(self.path),
             )
+
+    def tells_changes(self, since_ns: int | None = None) -> bool:
+        """Return whether a file that has this identity at two moments has the same bytes at both.
+
+        The first moment is `since_ns`, as of time.time_ns(), or when the file was opened. This is
+        so if the file system maintains times reliably, and the file had not been modified for 2 s.
+        """
+        began_ns = self._began_ns if since_ns is None else since_ns
+        quiet_ns = began_ns - max(self.identity.mtime_ns, self.identity.ctime_ns)
+        return quiet_ns >= QUIET_NS and is_trusted(self._fd)
 
     def remember(self) -> None:
         """Record the digests in `hashed` as hints, for later loads of the file.

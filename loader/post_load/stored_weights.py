@@ -11,12 +11,14 @@ import random
 import threading
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from tensor_dedup.digest import digest
+from tensor_dedup.loader.checkpoint_io.checkpoint_contents import CheckpointContents
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
 from tensor_dedup.loader.cuda.new_slabs import BATCH_BYTES
 from tensor_dedup.loader.post_load.batch import content_recipe
@@ -106,6 +108,18 @@ class StoredWeights:
             file = self._files[path] = self._opening.open(Path(path))
             self._find([each for each in file.tensors.values() if self._is_shared(each)])
         return self._files[path]
+
+    def contents(self) -> CheckpointContents:
+        """Return all tensors of the checkpoint, for its digest.
+
+        Raises:
+            StoreError, FormatError: A file cannot be read.
+        """
+        opened = [
+            self._opening.open(Path(self.checkout.folder, name)) for name in self.checkout.weights
+        ]
+        named = chain.from_iterable(file.named() for file in opened)
+        return CheckpointContents(named, self._config.hash_algorithm, trust=self.trusted)
 
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
         """Return the tensor `name` from the weights file at `path`, in host memory.

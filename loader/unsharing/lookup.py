@@ -8,10 +8,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange, is_as_mapped
+from tensor_dedup.loader.residents.mappings import (
+    MAPPINGS,
+    SlabRange,
+    are_as_mapped,
+    is_as_mapped,
+)
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.loader.residents.resident import ReplicaKey, Resident, resident_key, sharable
+from tensor_dedup.loader.residents.resident import (
+    ReplicaKey,
+    Resident,
+    is_of_bytes,
+    resident_key,
+    sharable,
+)
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 
 if TYPE_CHECKING:
@@ -54,6 +65,38 @@ def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]
         if known is not None:
             found[id(parameter)] = known
     return found
+
+
+def shared_digests(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
+    """Return the digest of each shared tensor whose bytes are those of its resident, by its id.
+
+    The digest is that of the bytes in memory order. Tensors that are private, that were written to,
+    or whose residents are known by another digest than that of their bytes, are left out. Tensors
+    on GPUs and other devices are included.
+    """
+    known: dict[tuple[SlabRange, ...], str] | None = None
+    found: dict[int, str] = {}
+    mapped: list[tuple[int, str, tuple[int, int]]] = []
+    for tensor in tensors:
+        place = _place(tensor)
+        if place is not None:
+            if known is None:
+                known = {r.place: r.key.digest for r in registry.residents()}
+            digest, data = known.get(place), param_data(tensor)
+            if digest is not None and sharable(data):
+                mapped.append((id(tensor), digest, _range(data)))
+            continue
+        if tensor.device.type == "cpu":
+            continue
+        data = param_data(tensor)
+        copy = COPIES.known(data)
+        replica = copy.known if copy is not None else DEVICES.known(data)
+        if replica is not None and is_of_bytes(replica.key):
+            found[id(tensor)] = replica.key.digest
+    unchanged = are_as_mapped([span for _, _, span in mapped])
+    return found | {
+        key: digest for (key, digest, _), same in zip(mapped, unchanged, strict=True) if same
+    }
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:

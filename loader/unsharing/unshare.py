@@ -18,6 +18,7 @@ from tensor_dedup.loader.residents.registry import RECORD, registry
 from tensor_dedup.loader.residents.resident import digest_of, is_of_bytes
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.loader.unsharing.model_digests import note_write
 from tensor_dedup.loader.unsharing.private import (
     PrivateCopies,
     make_private_in_place,
@@ -129,6 +130,7 @@ def unshare(target: object) -> int:
     replaced = 0 if engine is None else leave_gpus(engine)
     own = PrivateCopies()
     for module in _modules(target):
+        note_write(module)  # which is what memory of its own is for
         _forget_records(module)
         for tensor in chain(module.parameters(), module.buffers()):
             replaced += make_private_in_place(tensor)

@@ -36,6 +36,7 @@ from tensor_dedup.loader.post_load.mapped_files import MappedFiles
 from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport, add
 from tensor_dedup.loader.residents.provider import host_provider_for
+from tensor_dedup.loader.unsharing.model_digests import keep as keep_digests
 from tensor_dedup.patches.huggingface.conversions import watch
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT
 from tensor_dedup.seams import Replacements, usable
@@ -300,6 +301,7 @@ def _run(
             skipped.append(("", _NO_MODULES % type(result).__name__))
         models = {name: model for name, model in every.items() if id(model) not in given}
         report = load.finish(models, skipped)
+        keep_digests(report, models, None if load.stored is None else load.stored.contents())
     if config.store_writes and checkout is None:
         _keep(config, name, report)
     add(report)
@@ -398,6 +400,7 @@ def share(target: object, config: TensorDedupConfig) -> ModelReport:
         release_memory()
     watch(config, alone)
     if not known:
+        keep_digests(report, models, None)
         add(report)
     return report
 

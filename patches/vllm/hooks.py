@@ -43,26 +43,32 @@ _HOOKS = (
         "AsyncLLM",
         "tensor_dedup.patches.vllm.step_updates:patch_async",
     ),
+    _Hook(
+        "vllm.v1.engine.async_llm",
+        "AsyncLLM",
+        "tensor_dedup.patches.vllm.model_cards:patch_client",
+    ),
     _Hook("vllm.engine.arg_utils", "AsyncEngineArgs", "tensor_dedup.patches.vllm.arguments:patch"),
     _Hook(
         "vllm.config.load", "LoadConfig", "tensor_dedup.patches.vllm.arguments:patch_load_config"
     ),
+    _Hook("vllm.v1.engine.core", "EngineCore", "tensor_dedup.patches.vllm.weight_versions:patch"),
 )
 _lock = threading.Lock()
-_installed: set[str] = set()
+_installed: set[_Hook] = set()
 
 
 def install() -> None:
-    """Patch vLLM's modules for arguments, load configuration, `/v1/models` and weight updates.
+    """Patch vLLM's modules: arguments, load configuration, engine core, server, weight updates.
 
     A module that is not imported yet is patched when it is imported. Calling this function again
     has no effect. It is safe from any thread, and imports neither vllm nor torch.
     """
     for hook in _HOOKS:
         with _lock:
-            if hook.module in _installed:
+            if hook in _installed:
                 continue
-            _installed.add(hook.module)
+            _installed.add(hook)
         _install(hook)
 
 

@@ -13,8 +13,9 @@ import math
 import os
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -27,6 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tensor_dedup.errors import FormatError, TensorDedupError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.loader.checkpoint_io.checkpoint_contents import CheckpointContents
 from tensor_dedup.loader.checkpoint_io.from_store import (
     FromDisk,
     FromStore,
@@ -34,7 +36,7 @@ from tensor_dedup.loader.checkpoint_io.from_store import (
     store_behind,
 )
 from tensor_dedup.loader.checkpoint_io.frozen_layers import FrozenLayers
-from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
 from tensor_dedup.loader.checkpoint_io.write_back import keep
@@ -46,6 +48,7 @@ from tensor_dedup.loader.residents.manager import call_this_process
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.takeover import Built, note_loaded
 from tensor_dedup.loader.thread_dtype import ThreadDtype
+from tensor_dedup.loader.unsharing.model_digests import keep as keep_digests
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
@@ -157,6 +160,8 @@ class TensorDedupLoader(ReadingLoader):
         self.checkout = stored_in(mine)
         self._folders: dict[str, str] = {}  # where vLLM found a model's weights
         self._paths: dict[str, list[str]] = {}  # and which files they are
+        self._seen: dict[Path, FileIdentity] = {}  # as they were before they were read
+        self._began_ns = time.time_ns()
         self._prepared: dict[str, tuple[Any, ...]] | None = None  # what a load has found so far
         self._largest: tuple[str, ...] = ()  # of what was loaded: digests
         self._with_base: str | None = None  # the model that takes layers from a base
@@ -280,6 +285,7 @@ class TensorDedupLoader(ReadingLoader):
         if subfolder is None:
             self._folders[model_name_or_path] = found[0]
             self._paths[model_name_or_path] = list(found[1])
+            self._note_identities(*found[1])
         return found
 
     def _get_weights_iterator(
@@ -397,6 +403,8 @@ class TensorDedupLoader(ReadingLoader):
         if self.build_elsewhere is not None:
             raise UnsupportedError(f"not while another model runs: {reason}")
         _log.warning("%s: loading without sharing: %s", model_config.model, reason)
+        if post_load.other_format(self.load_config.load_format, model_config) is not None:
+            self._note_identities(*_weights_files(post_load.weights_of(model_config)))
         with scales_kept():
             model = self._loaded_by_vllm(vllm_config, model_config, prefix)
         name = self._name(model_config)
@@ -412,7 +420,33 @@ class TensorDedupLoader(ReadingLoader):
             report.frozen_base = self._frozen.to_dict()
         if share:
             self._share_afterwards(model, model_config, report)
+        keep_digests(report, {"": model}, self._contents(model_config.model, read))
         return model, report
+
+    def _note_identities(self, *paths: str) -> None:
+        """Note the identity of files, before they are read, unless it was noted already."""
+        for path in map(Path, paths):
+            with suppress(OSError):
+                if path not in self._seen and path.is_file():
+                    self._seen[path] = FileIdentity.at(path)
+
+    def _contents(self, model: str, read: list[str] | None) -> CheckpointContents | None:
+        """Return the tensors of a checkpoint that vLLM has read by itself, if they can be told."""
+        algorithm, trust = self.dedup.hash_algorithm, self.dedup.verify == "hint"
+        checkout = self._stored(model)
+        if self._frozen is not None:
+            return None
+        if checkout is not None:
+            with closing(self._opening(model, trust=trust)) as opening:
+                files = [opening.open(Path(checkout.folder, name)) for name in checkout.weights]
+                named = chain.from_iterable(file.named() for file in files)
+                return CheckpointContents(named, algorithm, trust=trust)
+        seen = self._seen if read is None else {p: self._seen.get(p) for p in map(Path, read)}
+        if None in seen.values():
+            return None
+        return CheckpointContents.of_files(
+            cast("dict[Path, FileIdentity]", seen), self._began_ns, algorithm, trust=trust
+        )
 
     def _loaded_by_vllm(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
@@ -520,6 +554,14 @@ class TensorDedupLoader(ReadingLoader):
         self._tracked = False
         self.load_weights(model, model_config)
         return self._tracked
+
+
+def _weights_files(path: str) -> list[str]:
+    """Return the files of the checkpoint at `path`, or [] if it cannot be read."""
+    try:
+        return [str(file.path) for file in open_checkpoint(path, follow_links=True).files]
+    except (TensorDedupError, OSError):
+        return []
 
 
 def _describe_checkpoint(report: ModelReport, paths: list[str]) -> None:

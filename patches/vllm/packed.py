@@ -26,6 +26,7 @@ from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import PACKED
+from tensor_dedup.loader.unsharing.model_digests import PACKED_FORMS
 from tensor_dedup.patches.vllm.kernels import (
     holds_memory,
     linear_kernel,
@@ -246,6 +247,23 @@ def mark_emptied(layer: nn.Module) -> None:
     weight = layer._parameters.get("weight")
     if weight is not None and weight.numel() == 0 and packed_linear(layer) is not None:
         PACKED[weight] = functools.partial(_packed_of, weakref.ref(layer))
+
+
+def packed_form(layer: nn.Module) -> object | None:
+    """Return what holds the packed weight of `layer` in place of a parameter, or None.
+
+    It has a layer record if the weight was packed for other layers, too.
+    """
+    if not hasattr(layer, "quant_method"):
+        return None
+    weight = layer._parameters.get("weight")
+    linear: object = getattr(layer, "cpu_linear", None)
+    if linear is not None and weight is not None and weight.numel() == 0:
+        return linear
+    return packed_scaled(layer)
+
+
+PACKED_FORMS.append(packed_form)
 
 
 def _packed_of(layer: Callable[[], nn.Module | None]) -> object | None:

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.report import ModelReport, add
+from tensor_dedup.loader.unsharing.model_digests import keep as keep_digests
 from tensor_dedup.patches.vllm.load_formats import (
     DEFAULT,
     KEY,
@@ -128,6 +129,7 @@ def _load(
     report.tensors_total = sum(1 for _ in model.parameters())
     report.total_bytes = _size(model, dtype)
     report.private_bytes = report.bytes_materialised = report.total_bytes
+    keep_digests(report, {"": model}, None)
     add(report)
     return model
 

@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader import utils as loader_utils
 from tensor_dedup.errors import IncompleteCheckpointError, UnsupportedError
 from tensor_dedup.formats.errors import PytorchError
 from tensor_dedup.formats.pytorch.reader import PytorchHeader
+from tensor_dedup.loader.checkpoint_io.checkpoint_contents import CheckpointContents
 from tensor_dedup.loader.checkpoint_io.marker_report import marked
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
@@ -51,6 +52,7 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.loader.unsharing.model_digests import keep
 from tensor_dedup.patches.vllm import weight_iterators
 from tensor_dedup.patches.vllm.layers import CONSTANT_METHODS, LayerProcessor
 from tensor_dedup.patches.vllm.load_formats import is_draft, is_written_later
@@ -137,6 +139,7 @@ def load(
     run.share_left_over(model)
     run.finish(model)
     report = run.report(vllm_config.parallel_config.rank)
+    keep(report, {"": model}, run.contents())
     waited = report.seconds["read"] + report.seconds["hash"]
     report.seconds["process"] = max(0.0, time.perf_counter() - began - waited)
     return model.eval(), report
@@ -595,6 +598,21 @@ class LoadRun:
 
     def _read_files(self) -> list[SourceFile]:
         return [*self._files, *(self._frozen.files if self._frozen is not None else ())]
+
+    def contents(self) -> CheckpointContents:
+        """Return the tensors of the checkpoint, those of frozen layers in place of its own.
+
+        All ranks see the same, whatever they use. Call it before the files are closed.
+        """
+        named = {}
+        for file in {file.path: file for file in self._files}.values():
+            for name, own, lies in file.named():
+                source, placed = own, lies
+                if self._frozen is not None:
+                    source, placed = self._frozen.source(file, name, own, lies)
+                named[file.path, name] = name, source, placed
+        trust = self._config.verify == "hint"
+        return CheckpointContents(named.values(), self._config.hash_algorithm, trust=trust)
 
     def report(self, rank: int) -> ModelReport:
         """Return a report of what was read, hashed, built and shared.

@@ -34,7 +34,17 @@ NEWEST_VERSION: Final = "0.33"
 RECENT: Final = (RECORDED_VERSION, NEWEST_VERSION)
 EVERY: Final = ("0.26", "0.28", *RECENT)
 
-Part = Literal["arguments", "loader", "reload", "updates", "sleep", "profile", "cards", "steps"]
+Part = Literal[
+    "arguments",
+    "loader",
+    "reload",
+    "updates",
+    "sleep",
+    "profile",
+    "cards",
+    "steps",
+    "versions",
+]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: Final[dict[str, str]] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
@@ -42,8 +52,10 @@ WITHOUT: Final[dict[str, str]] = {
     "reload": "weights are loaded plainly, because a reload might reach other models",
     "updates": "a weight update keeps the memory that was shared before it, as long as the model",
     "sleep": "`enable_sleep_mode` is refused together with `tensor_dedup`",
-    "cards": "`/v1/models` does not tell of layers that a model takes from a base",
     "steps": "a running engine cannot change to another step of its run",
+    "cards": "`/v1/models` does not tell which weights a model has, nor of layers from a base",
+    "versions": "an engine does not tell which weights it has, and an update of them leaves "
+    "entries of the old ones in its prefix cache",
     "profile": "on a GPU it may count shared weights otherwise than once",
 }
 
@@ -65,6 +77,7 @@ _ARG_UTILS = "vllm.engine.arg_utils"
 _MODELS = "vllm.model_executor"
 _LOADERS = "vllm.model_executor.model_loader"
 _RUNNER = "vllm.v1.worker"
+_CORE = "vllm.v1.engine.core"
 _ENGINE_SETTINGS = (
     "model",
     "tokenizer",
@@ -359,7 +372,68 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     VllmSeam(
         "vllm.entrypoints.openai.models.serving:OpenAIServingModels.show_available_models",
         "cards",
-        "wrapped: `/v1/models` tells of layers that a model takes from a base",
+        "wrapped: `/v1/models` tells which weights a model has, and of layers from a base",
+        "(self)",
+        optional=True,
+        versions=RECENT,
+    ),
+    VllmSeam(
+        "vllm.entrypoints.openai.models.serving:OpenAIServingModels.init_static_loras",
+        "cards",
+        "wrapped: called once when a server starts, which then has a metric of its weights",
+        "(self)",
+        optional=True,
+        versions=RECENT,
+    ),
+    *(
+        VllmSeam(
+            f"{_CORE}:{name}",
+            "versions",
+            what,
+            signature,
+            earlier=earlier,
+            optional=True,
+            versions=RECENT,
+        )
+        for name, what, signature, earlier in (
+            (
+                "EngineCore._initialize_kv_caches",
+                "wrapped: the model is loaded then, and its workers know which weights they have",
+                "(self, vllm_config)",
+                (),
+            ),
+            (
+                "EngineCore.collective_rpc",
+                "wrapped: what came from outside may have changed the weights",
+                "(self, method, timeout=None, args=(), kwargs=None)",
+                (),
+            ),
+            (
+                "EngineCore.get_weight_version",
+                "wrapped: answers with the digest of the weights where nobody has set a version; "
+                "`_weight_version` of its objects is the answer",
+                "(self)",
+                (),
+            ),
+            (
+                "EngineCore.add_request",
+                "wrapped: a request that was hashed before an update is hashed again",
+                "(self, request, request_wave=0)",
+                (),
+            ),
+            (
+                "get_request_block_hasher",
+                "replaced: the hash of each block covers the weights, too; a request hashes what "
+                "it lacks in `update_block_hashes`, and `block_hashes` are its list",
+                "(hash_block_size, caching_hash_fn, num_hash_lookahead_tokens=0)",
+                ("(hash_block_size, caching_hash_fn)",),
+            ),
+        )
+    ),
+    VllmSeam(
+        "vllm.v1.request:Request.update_block_hashes",
+        "versions",
+        "called after its last hashes were taken away: hashes them again",
         "(self)",
         optional=True,
         versions=RECENT,
@@ -399,7 +473,7 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
             ),
             (
                 "vllm.v1.engine.async_llm:AsyncLLM.collective_rpc",
-                "called: reaches the workers of an engine",
+                "called, and wrapped: reaches the workers, which may have other weights then",
                 "(self, method, timeout=None, args=(), kwargs=None)",
             ),
             (

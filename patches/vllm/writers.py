@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.unsharing.model_digests import note_write
 from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written, unshare
 from tensor_dedup.patches.vllm.kernels import packs_int8, scales_kept
 from tensor_dedup.patches.vllm.load_formats import follows_steps
@@ -56,6 +57,7 @@ def _patch(module: ModuleType) -> None:
     @functools.wraps(original)
     def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = self.get_model()
+        note_write(model)
         leave_gpus(model)  # first, for it may refuse: graphs have captured addresses there
         unshare(model)
         with _keeping_scales(model):
@@ -77,6 +79,7 @@ def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
         if follows_steps(self.vllm_config):  # nothing is written
             return original(self, *args, **kwargs)
         for model in models_of(self):
+            note_write(model)
             leave_gpus(model)  # where nothing is copied on write
         with _keeping_scales(*models_of(self)):
             done = original(self, *args, **kwargs)

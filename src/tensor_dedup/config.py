@@ -123,6 +123,8 @@ class TensorDedupConfig:
         audit: The fraction of hits, 0.0 to 1.0, that are also rebuilt from the checkpoint and
             compared byte by byte. A hit is a tensor or layer that was found in memory. A difference
             raises AuditError.
+        salt_prefix_cache: Whether the hashes of a vLLM engine's prefix cache cover its weights, so
+            that no entry is used with other weights than those it was computed with.
 
     Raises:
         ConfigError: A field is unknown, a value is wrong, or two values exclude each other. The
@@ -141,6 +143,7 @@ class TensorDedupConfig:
     cpu_weights: CpuWeights | None = None
     verify: Verify = "hint"
     audit: float = 0.0
+    salt_prefix_cache: bool = True
 
     # The generated __init__ would answer an unknown field with a TypeError that names no neighbour.
     # __new__ sees the same arguments first and leaves the signature that type checkers read alone.
@@ -158,6 +161,7 @@ class TensorDedupConfig:
             _check_choice("cpu_weights", self.cpu_weights, get_args(CpuWeights))
         _check_choice("verify", self.verify, get_args(Verify))
         _check_share("audit", self.audit)
+        _check_type("salt_prefix_cache", self.salt_prefix_cache, bool)
         if self.frozen_base is not None:
             object.__setattr__(self, "frozen_base", FrozenBase.from_any(self.frozen_base))
         self._check_store()

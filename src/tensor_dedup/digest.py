@@ -7,15 +7,19 @@ The two are different modes of BLAKE3, so a leaf digest never equals a digest. B
 contiguous and little-endian. Algorithms other than BLAKE3 have no leaves: they hash u64le(nbytes)
 and the bytes. Their digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
+A root is one digest of many tensors: `checkpoint_root` and `weights_root`.
+
 One thread pool serves the whole process. Work in the pool never waits for other work in the pool,
 so it cannot deadlock however many callers there are.
 """
 
 import hashlib
+import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from operator import itemgetter
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -31,9 +35,12 @@ Fill = Callable[[memoryview, int], bytes | None]
 _Out = TypeVar("_Out")
 LEAF_BYTES = 2 << 20
 CONTEXT = "tensor-dedup digest v1"
+CHECKPOINT_CONTEXT = "tensor-dedup checkpoint digest v1"
+WEIGHTS_CONTEXT = "tensor-dedup weights digest v1"
 ALGORITHMS = ("blake3", "blake2b", "xxh3_128", "xxhash64")
 
 _LEAF_DIGEST_BYTES = 32
+_ROOT_JSON = json.JSONEncoder(separators=(",", ":"))
 # A chunk of 8 leaves takes about 4 ms: long beside the cost of handing it to a thread (tens of
 # microseconds), short enough that the tail of one tensor does not leave the other threads idle.
 _MAX_CHUNK_LEAVES = 8
@@ -188,6 +195,39 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
     tree = blake3(nbytes.to_bytes(8, "little"), derive_key_context=CONTEXT)
     tree.update(b"".join(leaves))
     return tree.hexdigest()
+
+
+def checkpoint_root(tensors: Iterable[Sequence[object]]) -> str:
+    """Return the digest of a checkpoint: one digest of all of its tensors, in any order.
+
+    Each tensor is a list of its name, its dtype (a safetensors name or GGUF type), its shape (a
+    list) and the digest of its bytes. For a view in a torch.save file, these are the dtype and
+    shape of the view and the digest of the tensor that contains it. Its first byte there, its
+    stride in elements, and whether it must still be conjugated or negated, follow.
+
+    The result is the BLAKE3-256, in derive-key mode, of the JSON text of the list of all tensors,
+    without white space and in ASCII. The list is sorted by name (by code points), and tensors of
+    one name by their JSON text.
+    """
+    return _root(CHECKPOINT_CONTEXT, tensors)
+
+
+def weights_root(tensors: Iterable[Sequence[object]]) -> str:
+    """Return the digest of a model's weights: one digest of all of its tensors, in any order.
+
+    Each tensor is a list of its name in the model, its dtype, its shape (a list) and the digest of
+    its bytes in memory order. The stride (a list, in elements) follows if the tensor is not
+    contiguous. Otherwise the result is made as by `checkpoint_root`, with another context.
+    """
+    return _root(WEIGHTS_CONTEXT, tensors)
+
+
+def _root(context: str, tensors: Iterable[Sequence[object]]) -> str:
+    ordered = sorted(tensors, key=itemgetter(0))
+    if len({each[0] for each in ordered}) < len(ordered):
+        ordered.sort(key=lambda each: (each[0], _ROOT_JSON.encode(each)))
+    text = _ROOT_JSON.encode(ordered)
+    return blake3(text.encode("ascii"), derive_key_context=context).hexdigest()
 
 
 def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:

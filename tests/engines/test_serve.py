@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -193,6 +194,14 @@ def served_models(address: str) -> list[str]:
     return [model["id"] for model in cards(address)]
 
 
+def weights_metric(address: str) -> dict[str, float]:
+    """The metric of the weights that the model `tiny` has, by the digest of its checkpoint."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as response:
+        text = response.read().decode()
+    label = re.escape('tensor_dedup_model_info{checkpoint_digest="') + r'(\w+)",model_name="tiny"'
+    return {digest: float(value) for digest, value in re.findall(label + r"\} (\S+)", text)}
+
+
 def status(environment: dict[str, str]) -> dict[str, Any]:
     """What `tensor-dedup status --json` prints."""
     command = [str(Path(sys.executable).with_name("tensor-dedup")), "status", "--json"]
@@ -298,6 +307,8 @@ def test_two_servers_share_what_they_have_in_common_through_a_manager(
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime["XDG_RUNTIME_DIR"])
         external = {str(path): held_elsewhere(path, "auto") for path in both}
         names = [served_models(address) for address, _ in both.values()]
+        told = {str(path): cards(address)[0]["tensor_dedup"] for path, (address, _) in both.items()}
+        metrics = {str(path): weights_metric(address) for path, (address, _) in both.items()}
 
     loads = {load["name"]: load for load in reported(runtime)}
     assert set(loads) == {str(pair.base), str(pair.fine_tune)}
@@ -319,6 +330,10 @@ def test_two_servers_share_what_they_have_in_common_through_a_manager(
     assert all(0 < external[name] <= load["total_bytes"] for name, load in loads.items())
     assert held_elsewhere(pair.base, str(tmp_path / "nobody.sock")) == 0
     assert names == [["tiny"], ["tiny"]]
+    digests = {name: load["known_checkpoint_digest"] for name, load in loads.items()}
+    assert len({*digests.values()} - {None}) == 2
+    assert told == {name: {"checkpoint_digest": each} for name, each in digests.items()}
+    assert metrics == {name: {each: 1.0} for name, each in digests.items()}
     assert answers == {path: expected(str(path)) for path in both}
 
 

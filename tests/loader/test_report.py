@@ -27,7 +27,7 @@ CONTRACT = {
     *("tensors_shared", "source_tensors_total", "source_tensors_shared", "seconds", "components"),
     *("skipped", "header_bytes", "source_bytes_shared", "tokens_equal_plain", "collisions"),
     *("bytes_from_store", "stored_as", "leaf_shared_bytes", "frozen_base", "marked"),
-    "known_reads",
+    *("known_reads", "checkpoint_digest"),
 }
 WORKER = """
 import sys

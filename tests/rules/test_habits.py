@@ -48,6 +48,7 @@ WALL_CLOCK = {
     "tensor_dedup.loader.checkpoint_io.sources": "how long a file was left alone",
     "tensor_dedup.loader.post_load.mapped_files": "how long a file was left alone",
     "tensor_dedup.loader.report": "the order of loads of several processes",
+    "tensor_dedup.patches.vllm.loader": "how long a file was left alone",
     "tensor_dedup.store.files": "the grace of what is set aside",
     "tensor_dedup.store.writing.import_": "how long a file was left alone before it was hashed",
 }

@@ -84,7 +84,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
             "residents",
             "cuda",
         ),
-        *("takeover", "checkpoint_io", "unsharing", "deferred", "post_load"),
+        *("checkpoint_io", "unsharing", "takeover", "deferred", "post_load"),
     ),
     "training": (
         *("errors", "reentry", "state", "adapters", "in_flight", "values", "retention"),
