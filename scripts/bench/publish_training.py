@@ -15,8 +15,8 @@ from torch import Tensor
 # Elements whose bits differ are counted, so numbers of two bytes are compared as integers.
 Weights = dict[str, Tensor]
 _VOCABULARY: Final = 8192
-_TOKENS: Final = 128
-_BATCH: Final = 4
+_TOKENS: Final = 64
+_BATCH: Final = 2
 _TEXT_BYTES: Final = 4 << 20
 
 

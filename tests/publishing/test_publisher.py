@@ -167,6 +167,20 @@ def test_a_second_trainer_takes_the_run_over_and_sends_differences(
         assert_published(other, step)
 
 
+def test_trainers_that_replace_each_other_send_differences(tmp_path: Path) -> None:
+    """Also where the one that comes back has the step before the last."""
+    server = MemoryBucket()
+    for step in range(6):
+        work = tmp_path / f"work-{step % 2}"
+        with Publisher(Remote(server), run="policy", work=work) as policy:
+            cost = policy.publish(model_at(step), step)
+        assert step == 0 or cost.sent_bytes < 0.08 * cost.nbytes
+    other = Store.open(tmp_path / "other")
+    other.pull(Remote(server), "policy")
+    for step in range(6):
+        assert_published(other, step)
+
+
 def test_a_working_folder_that_was_lost_is_restored(bucket: str, tmp_path: Path) -> None:
     with Publisher(bucket, work=tmp_path / "work") as policy:
         policy.publish(model_at(0), 0)

@@ -81,7 +81,8 @@ class PendingPublish:
     def __init__(self, name: str, step: int, work: "Future[Published]") -> None:
         self.name, self.step = name, step
         self._work = work
-        self._reported = False
+        self.was_reported = False
+        """Whether `wait` was called, and so has returned the result or raised the error."""
 
     def __repr__(self) -> str:
         return f"PendingPublish({self.name!r}{'' if self.done() else ', pending'})"
@@ -95,13 +96,8 @@ class PendingPublish:
 
         The errors are those of `Publisher.publish`.
         """
-        self._reported = True
+        self.was_reported = True
         return self._work.result()
-
-    def report(self) -> None:
-        """Raise the error of the publish, unless it is still running, or was reported."""
-        if self.done() and not self._reported:
-            self.wait()
 
 
 class Publisher:
@@ -165,8 +161,10 @@ class Publisher:
                 which.
             UnknownNameError, UnknownRemoteNameError: There is no checkpoint `base`.
             NotAStoreError: The folder holds something else than a store.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError,
-            ReadOnlyRemoteError, NoConditionsError: The remote cannot be used.
+            RemoteUrlError: The URL does not name a remote.
+            RemoteUnreachableError, RemoteAccessError, ReadOnlyRemoteError: The remote does not
+                answer, refuses the credentials, or cannot be written to.
+            NotARemoteError, NoConditionsError: The place cannot be a remote.
             OtherTierError: `work` was used for this run with another remote.
         """
         if also not in (None, "slime"):
@@ -186,7 +184,7 @@ class Publisher:
         else:
             store = LocalStore.open(work or _work_folder(remote.url))
         if base is not None and remote is not None:
-            transfer.pull(store, remote, base)
+            transfer.pull(store, remote, base, from_anchor=True)
         self._config = config
         self.run = CheckpointStore(
             store,
@@ -235,9 +233,7 @@ class Publisher:
             StoreError: A step could not be published; the exception is the error of its publish.
         """
         try:
-            for each in self._pending:
-                with suppress(StoreError):
-                    each._work.result()
+            self._settle()
             self._report()
         finally:
             if self._slime is not None:
@@ -291,12 +287,14 @@ class Publisher:
         The model may be changed as soon as the method returns, because changed tensors have then
         been copied. If the optimizer is hooked (`hook`), the method returns earlier, and the
         optimizer's next step waits for the copies instead. If a publish is being encoded, the
-        method first waits until that has ended.
+        method first waits until that has ended; with `also`, until the step is visible.
 
         The error of a publish is raised by `wait` of its result, or else by the next call of this
         method, `publish` or `close`. The errors are those of `publish`.
         """
         self._report()
+        if self._slime is not None:
+            self._settle()  # it reads steps that the run might delete meanwhile
         began = self._begin()
         weights, small = self._parts(model, files)
         saving = self.run.save_async(weights, step, metrics, files=small)
@@ -312,12 +310,19 @@ class Publisher:
         """
         return self.run.hook(optimizer)
 
+    def _settle(self) -> None:
+        """Wait until what was begun in the background has ended, successfully or not."""
+        for each in self._pending:
+            with suppress(StoreError):
+                each._work.result()
+
     def _report(self) -> None:
         """Raise what an earlier publish in the background has failed with."""
         ended = [each for each in self._pending if each.done()]
         self._pending = [each for each in self._pending if each not in ended]
         for each in ended:
-            each.report()
+            if not each.was_reported:
+                each.wait()
 
     def _parts(
         self, model: Any, files: "Mapping[str, str | bytes] | None"
@@ -386,6 +391,6 @@ def _restore(run: CheckpointStore, remote: Remote) -> None:
     if name in run.store.names():
         return
     try:
-        transfer.pull(run.store, remote, name)
+        transfer.pull(run.store, remote, name, from_anchor=True)
     except StoreError as error:
         _log.warning("%s: the next publish sends all of its weights: %s", remote.url, str(error))

@@ -69,6 +69,7 @@ def pull(
     *,
     replace: bool = False,
     dry_run: bool = False,
+    from_anchor: bool = False,
 ) -> list[TransferResult]:
     """Pull the checkpoints in `refs`: a single checkpoint, or the steps and marks of a run.
 
@@ -78,7 +79,9 @@ def pull(
     Each checkpoint gets the same name in the store, in a `session` of its own. If data of a step is
     lost or damaged, the step and its mark are skipped, and the other steps are still pulled. Steps
     that were deleted on the remote meanwhile are skipped, too. Any other error ends the pull. With
-    `dry_run`, only manifests and their pages are read, and nothing is written.
+    `dry_run`, only manifests and their pages are read, and nothing is written. With `from_anchor`,
+    what changed in a step since the step before is not used, so that the store has the step against
+    what the remote has it against.
 
     Raises:
         UnknownRemoteNameError: The remote has none of the checkpoints.
@@ -89,7 +92,7 @@ def pull(
             next attempt. For a run, the message lists the steps that were not pulled.
         NoSpaceError: The disk has no room for the missing pieces of a checkpoint.
     """
-    work = _Pull(bucket, objects, progress, replace, dry_run)
+    work = _Pull(bucket, objects, progress, replace, dry_run, from_anchor)
     results: list[TransferResult] = []
     failed: dict[str, StoreError] = {}
     deleted: dict[str, UnknownRemoteNameError] = {}
@@ -158,6 +161,7 @@ class _Pull:
     progress: TransferListener
     replace: bool
     dry_run: bool
+    from_anchor: bool
     seen: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -187,7 +191,8 @@ class _Pull:
                 self.progress.saved(sum(wanted.values()) - sum(missing.values()))
                 here = objects, index
                 places = _fetch(
-                    *(bucket, self.locator, found, missing, here, transfer, self.progress)
+                    *(bucket, self.locator, found, missing, here, transfer, self.progress),
+                    direct=not self.from_anchor,
                 )
                 moved = {digest: record.stored for digest, (_, record) in places.items()}
                 if not unchanged:
@@ -257,17 +262,19 @@ def _fetch(
     progress: TransferListener,
     *,
     afresh: bool = False,
+    direct: bool = False,
 ) -> Places:
     """Locate and download the `missing` pieces; return where they were, with bases that came along.
 
-    With `afresh`, all bases come along, though the store may have them.
+    With `afresh`, all bases come along, though the store may have them. With `direct`, what changed
+    in a step since the step before is used.
 
     What proves to be missing or damaged is looked for elsewhere. Where it is nowhere else, what has
     come is kept.
     """
     names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     arrived, lost = Places(), None
-    if missing and not afresh and parse_step_name(found.name) is not None:
+    if missing and direct and parse_step_name(found.name) is not None:
         given = bucket, found.manifest, missing, names
         arrived |= step_deltas.fetch(*given, here, transfer, progress)
     while left := {d: nbytes for d, nbytes in missing.items() if d not in arrived}:

@@ -49,6 +49,7 @@ class _Options:
     progress: TransferListener
     replace: bool
     dry_run: bool
+    from_anchor: bool = False
 
 
 def push(
@@ -97,6 +98,7 @@ def pull(
     progress: TransferListener | None = None,
     dry_run: bool = False,
     follows: bool = False,
+    from_anchor: bool = False,
 ) -> TransferResult:
     """Pull the checkpoint `name`, or all steps of the run `name`, from the remote at `url`.
 
@@ -104,9 +106,10 @@ def pull(
 
     `url` may also name an OCI artifact or the folder of another store. With `replace`, the name may
     take the place of another checkpoint in `store`. Unless the caller `follows` the run, programs
-    that do so no longer delete the step. Errors are those of `tensor_dedup.Store.pull`.
+    that do so no longer delete the step. With `from_anchor`, a step is stored against what the
+    remote has it against. Errors are those of `tensor_dedup.Store.pull`.
     """
-    options = _Options(progress or SilentTransfer(), replace, dry_run)
+    options = _Options(progress or SilentTransfer(), replace, dry_run, from_anchor)
     result = _pull(store, url, name, options)
     if not dry_run and not follows:
         with store.handle.translated():
@@ -128,6 +131,7 @@ def _pull(store: LocalStore, url: RemoteLike, name: str, options: _Options) -> T
         *(remote.bucket, refs, handle.objects, handle.session, options.progress),
         replace=options.replace,
         dry_run=options.dry_run,
+        from_anchor=options.from_anchor,
     )
     nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
     wire, requests = nbytes - before[0], calls - before[1]
