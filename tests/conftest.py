@@ -52,6 +52,8 @@ _ENGINES_APART = {
     f"tests/engines/test_{name}.py"
     for name in (
         "architectures",
+        "following",
+        "following_faults",
         "fresh_interpreter",
         "grown_vocabulary",
         "leaf_architectures",

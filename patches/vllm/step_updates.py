@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.errors import ConfigError
@@ -25,13 +26,20 @@ _log = logging.getLogger(__name__)
 
 _PREPARE: Final = "tensor_dedup_prepare_update"
 _PREPARED: Final = "tensor_dedup_update_is_prepared"
+_ABANDON: Final = "tensor_dedup_abandon_update"
 _POLL_S: Final = 0.02
+_LOOKS_S: Final = 1.0
 # On an engine: between start_weight_update and finish_weight_update of the caller's own.
 _STARTED: Final = "_tensor_dedup_update_started"
+# On an engine: the lock of updates.
+_TURN: Final = "_tensor_dedup_update_turn"
 
 
 def patch_worker(module: ModuleType) -> None:
-    """Add the two methods to vLLM's worker that prepare an update. `module` has its class."""
+    """Add the methods to vLLM's worker that prepare an update, and that end one that failed.
+
+    `module` has the worker's class.
+    """
 
     def prepare(self: Any, update_info: dict[str, Any]) -> None:
         self.weight_transfer_engine.prepare(update_info)
@@ -39,8 +47,14 @@ def patch_worker(module: ModuleType) -> None:
     def is_prepared(self: Any) -> bool:
         return bool(self.weight_transfer_engine.is_prepared())
 
+    def abandon(self: Any) -> None:
+        # If one of several workers has failed, vLLM takes the others to be within an update.
+        self._weight_update_active = False
+        self.weight_transfer_engine.abandon()
+
     setattr(module.Worker, _PREPARE, prepare)
     setattr(module.Worker, _PREPARED, is_prepared)
+    setattr(module.Worker, _ABANDON, abandon)
 
 
 def patch_offline(module: ModuleType) -> None:
@@ -55,13 +69,20 @@ def patch_offline(module: ModuleType) -> None:
         vllm_config = self.llm_engine.vllm_config
         if not follows_steps(vllm_config):
             return update(self, request)
-        wanted = _fetched(vllm_config, update_info_of(request))
-        if getattr(self, _STARTED, False):
-            return update(self, {"update_info": wanted})
+        info = {"update_info": _fetched(vllm_config, update_info_of(request))}
         # Nothing is answered while the caller is here, so nothing has to be prepared.
-        self.llm_engine.collective_rpc("start_weight_update")
-        self.llm_engine.collective_rpc("update_weights", kwargs={"update_info": wanted})
-        self.llm_engine.collective_rpc("finish_weight_update")
+        whole = not getattr(self, _STARTED, False)
+        try:
+            if whole:
+                self.llm_engine.collective_rpc("start_weight_update")
+            self.llm_engine.collective_rpc("update_weights", kwargs=info)
+            if whole:
+                self.llm_engine.collective_rpc("finish_weight_update")
+        except BaseException:
+            setattr(self, _STARTED, False)
+            with suppress(Exception):  # the engine may be gone
+                self.llm_engine.collective_rpc(_ABANDON)
+            raise
         return None
 
     engine.update_weights = update_weights
@@ -77,22 +98,57 @@ def patch_async(module: ModuleType) -> None:
 
     @functools.wraps(update)
     async def update_weights(self: Any, request: Any = None) -> Any:
-        if not follows_steps(self.vllm_config) or getattr(self, _STARTED, False):
+        if not follows_steps(self.vllm_config):
             return await update(self, request)
-        wanted = await asyncio.to_thread(_fetched, self.vllm_config, update_info_of(request))
-        info = {"update_info": wanted}
-        await self.collective_rpc(_PREPARE, kwargs=info)
-        while not all(await self.collective_rpc(_PREPARED)):
-            await asyncio.sleep(_POLL_S)
-        began = time.perf_counter()
-        await self.collective_rpc("start_weight_update")
-        await self.collective_rpc("update_weights", kwargs=info)
-        await self.collective_rpc("finish_weight_update")
-        _log.info("changed to %s in %.3f s", wanted["url"], time.perf_counter() - began)
+        async with vars(self).setdefault(_TURN, asyncio.Lock()):
+            wanted = await asyncio.to_thread(_fetched, self.vllm_config, update_info_of(request))
+            await _change(self, {"update_info": wanted})
         return None
 
     engine.update_weights = update_weights
     _note_session(engine)
+
+
+async def _change(engine: Any, info: dict[str, Any]) -> None:
+    """Load a step beside the model that runs, and change to it. If that fails, nothing stays.
+
+    After `start_weight_update`, the change is left to the caller, who also has paused the model if
+    it has to be.
+    """
+    whole = not getattr(engine, _STARTED, False)
+    try:
+        if whole:
+            await _call(engine, _PREPARE, info)
+            while not all(await _call(engine, _PREPARED)):
+                await asyncio.sleep(_POLL_S)
+            began = time.perf_counter()
+            await _call(engine, "start_weight_update")
+        await _call(engine, "update_weights", info)
+        if whole:
+            await _call(engine, "finish_weight_update")
+            took = time.perf_counter() - began
+            _log.info("changed to %s in %.3f s", info["update_info"]["url"], took)
+    except BaseException:
+        setattr(engine, _STARTED, False)
+        with suppress(Exception):  # the engine may be gone
+            await _call(engine, _ABANDON)
+        raise
+
+
+async def _call(engine: Any, method: str, arguments: dict[str, Any] | None = None) -> Any:
+    """Call a method of all workers. vLLM itself waits for ever if an engine dies meanwhile.
+
+    Raises:
+        EngineDeadError: The engine is gone.
+    """
+    called = asyncio.ensure_future(engine.collective_rpc(method, kwargs=arguments))
+    try:
+        while not (await asyncio.wait({called}, timeout=_LOOKS_S))[0]:
+            if engine.errored:
+                raise engine.dead_error
+        return called.result()
+    finally:
+        called.cancel()
 
 
 def _note_session(engine: Any) -> None:

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import logging
 import os
 import queue
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -37,10 +39,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.errors import ConfigError, TensorDedupError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
 from tensor_dedup.loader.takeover import Takeover
+from tensor_dedup.memory_manager.client import AUTO
+from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.client.names import checkpoint_name
+from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import why_not
 from tensor_dedup.store.format.names import run_of_latest
@@ -55,6 +62,8 @@ _log = logging.getLogger(__name__)
 
 _NICE: Final = 5
 _BUILT_WITHIN_S: Final = 60.0
+_ATTEMPTS: Final = 3
+_ATTEMPTS_S: Final = 0.5
 # Of a checkpoint's config.json: what does not say how the model computes.
 _NOT_COMPARED: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
 
@@ -135,7 +144,7 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
 
     def start_weight_update(self) -> None:
         """Begin an update. What an earlier one has loaded, and not changed to, is dropped."""
-        self._takeover = self._checkout = None
+        self._forget_loaded()
 
     def prepare(self, update_info: dict[str, Any]) -> None:
         """Begin to load a step in the background, for the next `update_weights` with it.
@@ -146,9 +155,11 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         Raises:
             ValueError: `update_info` is invalid.
         """
-        self._takeover = self._checkout = None
         update = self.parse_update_info(update_info)
+        self._forget_loaded()
         if self._preparation is None or self._preparation.update != update:
+            if self._preparation is not None:
+                self._preparation.cancel()
             self._preparation = Preparation(self.vllm_config, update)
 
     def is_prepared(self) -> bool:
@@ -157,6 +168,18 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         The modules of the step's model are built in this call, by the thread of the model.
         """
         return self._preparation is None or self._preparation.is_done()
+
+    def abandon(self) -> None:
+        """End an update that failed: drop what was loaded, or is being loaded, for it."""
+        if self._preparation is not None:
+            self._preparation.cancel()
+        self._preparation = self._takeover = self._checkout = None
+        gc.collect()  # modules and parameters refer to each other
+
+    def _forget_loaded(self) -> None:
+        if self._takeover is not None:
+            self._takeover = self._checkout = None
+            gc.collect()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load a step beside the running model, which stays as it is.
@@ -172,15 +195,23 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
 
     def receive_weights(self, update_info: StepUpdateInfo) -> None:
         """Load a step; the same as `update_weights`, with the fields in a StepUpdateInfo."""
-        self._takeover = self._checkout = None
+        self._forget_loaded()
         prepared, self._preparation = self._preparation, None
         loaded = None
-        if prepared is not None and prepared.update == update_info:
-            loaded = prepared.result()
-        if loaded is None:
-            loaded = load_beside(self.vllm_config, update_info)
-        self._takeover = Takeover.plan(self.model, loaded.model)
-        self._checkout = loaded.checkout
+        try:
+            if prepared is not None and prepared.update == update_info:
+                loaded = prepared.result()
+            elif prepared is not None:
+                # Or this load would wait for that one, which waits for this thread.
+                prepared.cancel()
+            if loaded is None:
+                loaded = load_beside(self.vllm_config, update_info)
+            takeover = Takeover.plan(self.model, loaded.model)
+        except BaseException as error:
+            prepared = loaded = None
+            _forget_begun(error)
+            raise
+        self._takeover, self._checkout = takeover, loaded.checkout
 
     def finish_weight_update(self) -> None:
         """Change to the step that was loaded.
@@ -195,12 +226,31 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         takeover.apply()
         # A reload from now on reads this step.
         load_config = self.vllm_config.load_config
+        former = load_config.model_loader_extra_config[KEY]
         load_config.model_loader_extra_config = _extra(load_config, checkout)
         self.vllm_config.model_config.model = checkout.folder
+        manager, held = split(former)[0].memory_manager, stored_in(former)
+        if manager is not None and held is not None and held.url != checkout.url:
+            # Beside the model, which goes on.
+            name, what = "tensor-dedup-former-step", (os.fspath(manager), held.url)
+            threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
-        self._preparation = self._takeover = self._checkout = None
+        if self._preparation is not None or self._takeover is not None:
+            self.abandon()
+
+
+def _let_go(manager: str, url: str) -> None:
+    """Let a memory manager free a step, unless another engine runs it, which then does this."""
+    try:
+        with Admin(socket_path(None if manager == AUTO else manager)) as admin:
+            for _ in range(_ATTEMPTS):
+                if admin.evict(checkpoint_name(url)).count:
+                    return
+                time.sleep(_ATTEMPTS_S)  # leases that were given back may still be on their way
+    except MemoryManagerError as error:
+        _log.debug("a former step is not freed: %s", str(error))
 
 
 class LoadedStep(NamedTuple):
@@ -266,7 +316,8 @@ def _extra(load_config: Any, checkout: Checkout) -> dict[str, Any]:
 class Preparation:
     """A load in the background, in a thread of its own, beside the model that runs.
 
-    The thread of the model must call `is_done` again and again, because it builds the modules.
+    The thread of the model must call `is_done` again and again, because it builds the modules, or
+    `cancel`.
     """
 
     def __init__(self, vllm_config: VllmConfig, update: StepUpdateInfo) -> None:
@@ -276,6 +327,8 @@ class Preparation:
         self._builds: queue.SimpleQueue[tuple[Callable[[], nn.Module], Future[nn.Module]]]
         self._builds = queue.SimpleQueue()
         self._result: Future[LoadedStep] = Future()
+        self._cancelled = False
+        self._ending = threading.Lock()
         # A daemon: a process that ends does not wait for weights that nobody will use.
         threading.Thread(target=self._run, name="tensor-dedup-step", daemon=True).start()
 
@@ -286,14 +339,33 @@ class Preparation:
         try:
             made = load_beside(self._vllm_config, self.update, self._build_elsewhere)
         except BaseException as error:  # noqa: BLE001  # for the thread that asks
+            _forget_begun(error)
             self._result.set_exception(error)
-        else:
-            self._result.set_result(made)
+            return
+        with self._ending:
+            if not self._cancelled:
+                self._result.set_result(made)
+                return
+        del made
+        gc.collect()
 
     def _build_elsewhere(self, build: Callable[[], nn.Module]) -> nn.Module:
         built: Future[nn.Module] = Future()
         self._builds.put((build, built))
+        if self._cancelled:
+            self._refuse()
         return built.result(_BUILT_WITHIN_S)  # or the engine has gone, and with it who asks
+
+    def cancel(self) -> None:
+        """Give the load up: its thread ends by itself, and drops what it has loaded."""
+        with self._ending:
+            self._cancelled = True
+        self._refuse()
+
+    def _refuse(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._builds.get_nowait()[1].cancel()
 
     def is_done(self) -> bool:
         """Build what is to be built, and return whether the load has ended."""
@@ -307,14 +379,33 @@ class Preparation:
         return self._result.done()
 
     def result(self) -> LoadedStep | None:
-        """Wait for the end of the load, and return what was loaded, or None if it failed."""
+        """Wait for the end of the load, and return what was loaded.
+
+        Return None if the step may be loaded while the model does not run.
+
+        Raises:
+            TensorDedupError: The step cannot be loaded.
+        """
         while not self.is_done():
             time.sleep(0.001)
         error = self._result.exception()
         if error is None:
             return self._result.result()
+        if isinstance(error, TensorDedupError) and not isinstance(error, UnsupportedError):
+            raise error  # again, it would fail while nothing is answered
         _log.warning("a step could not be loaded while the model runs: %s", str(error))
         return None
+
+
+def _forget_begun(error: BaseException) -> None:
+    """Let go of a model that was begun when `error` was raised. Its frames hold it."""
+    held: list[BaseException | None] = [error]
+    while held:
+        each = held.pop()
+        if each is not None:
+            traceback.clear_frames(each.__traceback__)
+            held += [each.__cause__, each.__context__]
+    gc.collect()  # modules and parameters refer to each other
 
 
 def _built(vllm_config: VllmConfig, build: Callable[[], nn.Module]) -> nn.Module:

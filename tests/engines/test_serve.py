@@ -25,7 +25,7 @@ import safetensors.torch
 from models import tiny_checkpoints as checkpoints
 from processes import forked
 from remote_runs import remotes
-from tensor_dedup import Store
+from tensor_dedup import Publisher, Store
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from vllm_runs import fleet, plain
 
@@ -353,6 +353,48 @@ def test_a_stored_checkpoint_is_served(
     (load,) = reported(environment)
     assert load["name"] == "store://org/tiny@v1"
     assert load["bytes_from_store"] == load["bytes_read"] == load["checkpoint_bytes"] > 0
+
+
+def ask_to_change(address: str, step: int) -> int:
+    """The status of a server's answer when it is asked to change to a step."""
+    body = json.dumps({"update_info": {"step": step}}).encode()
+    kind = {"Content-Type": "application/json"}
+    try:
+        request = urllib.request.Request(f"{address}/update_weights", body, kind)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+@pytest.mark.vllm
+def test_a_server_follows_a_run(tmp_path: Path, environment: dict[str, str]) -> None:
+    base = checkpoints.make("llama", tmp_path / "checkpoints").base
+    other = checkpoints.same_header(base, tmp_path / "other")
+    url, host = f"file://{tmp_path}/policy", str(tmp_path / "host")
+    with Publisher(url, config=base, work=tmp_path / "work") as policy:
+        for step, folder in enumerate((base, other)):
+            policy.publish(checkpoints.tensors(folder), step)
+    at_0, at_1 = expected(str(base)), expected(str(other))
+    assert at_0 != at_1
+    environment |= {"TENSOR_DEDUP_CACHE": str(tmp_path / "cache"), "VLLM_SERVER_DEV_MODE": "1"}
+    config = json.dumps({"store": host, "remote": url})
+    arguments = ["store://policy@0", "--tensor-dedup", config]
+    arguments += ["--weight-transfer-config", '{"backend": "tensor_dedup"}']
+    log = tmp_path / "log"
+    with started_sooner(arguments, environment, log) as (address, process):
+        wait_until(lambda: healthy(address), process, log)
+        found = [complete(address)]
+        follow = [sys.executable, "-m", "tensor_dedup", "follow", url, "--once"]
+        follow += ["--engine", address, "--store", host]
+        subprocess.run(follow, env=environment, check=True, timeout=PATIENCE)
+        found.append(complete(address))
+        missing = ask_to_change(address, 7)
+        found.append(complete(address))
+        known = ask_to_change(address, 0)
+        found.append(complete(address))
+    assert found == [at_0, at_1, at_1, at_0]
+    assert (missing >= 400, known) == (True, 200)
 
 
 @pytest.mark.vllm

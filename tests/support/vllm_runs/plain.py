@@ -155,7 +155,7 @@ def outputs(
     )
     with _ranks_uncompiled():
         generated = llm.generate(prompts, sampling, use_tqdm=False, **how)
-    return tuple(_answer(request.outputs[0]) for request in generated)
+    return tuple(answer(request.outputs[0]) for request in generated)
 
 
 def tokens(answers: tuple[Answer, ...]) -> list[Any]:
@@ -184,7 +184,8 @@ def let_go(llm: "LLM") -> None:
     gc.unfreeze()  # vLLM has frozen what there was when it began, other engines too
 
 
-def _answer(completion: Any) -> Answer:
+def answer(completion: Any) -> Answer:
+    """What was answered to one prompt with logprobs."""
     likely = tuple(
         tuple(sorted((token, entry.logprob) for token, entry in step.items()))
         for step in completion.logprobs
