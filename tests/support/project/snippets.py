@@ -19,7 +19,7 @@ _FENCE = re.compile(
     r"^(?P<indent> *)```(?P<language>[a-z]*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
     re.M | re.S,
 )
-_SECONDS = 120
+_SECONDS = 600
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def run(page: str, blocks: list[tuple[str, str, int]]) -> dict[str, object]:
         elif "__main__" in text:
             script = Path("snippet.py")
             script.write_text(text)
-            subprocess.run([sys.executable, script], check=True, timeout=5 * _SECONDS)
+            subprocess.run([sys.executable, script], check=True, timeout=_SECONDS)
         else:
             exec(compile("\n" * line + text, page, "exec"), names)
     return names
