@@ -243,7 +243,7 @@ def _stored(
         return call()
     from tensor_dedup.patches.huggingface import model_load
 
-    return model_load.run(call, config, url, _given(kwargs), checkout)
+    return model_load.run(call, config, checkout.url, _given(kwargs), checkout)
 
 
 def _url(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import transformers
 
 from models import tiny_checkpoints as checkpoints
 from remote_runs.remotes import s3
-from tensor_dedup import Publisher
+from tensor_dedup import Publisher, Store
 from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +32,9 @@ def trained(base: Path) -> Iterator[Any]:
     yield model
 
 
-def test_an_engine_loads_a_published_step(bucket: str, tmp_path: Path) -> None:
+def test_an_engine_loads_a_published_step(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = checkpoints.make("llama_tied", tmp_path / "made").base
     expected = []
     with Publisher(bucket, work=tmp_path / "work") as policy:
@@ -44,8 +46,12 @@ def test_an_engine_loads_a_published_step(bucket: str, tmp_path: Path) -> None:
         expected.append(plain.outputs(llm))
         engines.drop(llm)
     assert expected[0] != expected[1]
-    for step in range(2):
-        url, store = f"store://policy@{step}", str(tmp_path / "host")
-        llm = engines.sharing(url, store=store, remote=bucket)
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "host"))
+    for step, name in enumerate(("policy@0", "policy@latest")):
+        llm = engines.sharing(f"store://{name}", store=bucket)
         assert plain.outputs(llm) == expected[step]
+        assert engines.last_report().name == f"store://policy@{step}"
+        served = llm.llm_engine.model_config.served_model_name
+        assert served == f"store://{name}"  # for clients it is the same model after each step
         engines.drop(llm)
+    assert Store.open().names() == ["policy@0", "policy@1"]

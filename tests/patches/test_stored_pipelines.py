@@ -17,6 +17,7 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.store.errors import CorruptTensorError, UnknownNameError
+from tensor_dedup.training import CheckpointStore
 
 pytestmark = pytest.mark.usefixtures("others")
 
@@ -148,6 +149,27 @@ def test_models_of_transformers(language: checkpoints.Pair, tmp_path: Path) -> N
     assert 0 < two.bytes_from_store < checkpoints.nbytes(language.base) / 2
     assert equal(plainly, tune) == set(parameters(tune))
     assert shared(base, tune) == equal(base, tune) != set()
+
+
+def test_the_latest_step_of_a_run_on_a_remote(
+    language: checkpoints.Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is pulled into the user's own store, and each load takes the step that is the latest."""
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "own"))
+    url, found = f"file://{tmp_path}/policy", []
+    with CheckpointStore(tmp_path / "trainer", "policy", config=language.base, drain=url) as run:
+        for step, path in enumerate((language.base, language.fine_tune)):
+            run.save(checkpoints.tensors(path), step)
+            run.drain()
+            model = hf.AutoModelForCausalLM.from_pretrained(
+                "store://policy@latest", tensor_dedup={"store": url}
+            )
+            plainly = hf.AutoModelForCausalLM.from_pretrained(path)
+            assert equal(plainly, model) == set(parameters(model))
+            assert report().models[-1].name == f"store://policy@{step}"
+            found.append(model)
+    assert 0 < len(shared(*found)) < len(parameters(found[0]))
+    assert Store.open().names() == ["policy@0", "policy@1"]
 
 
 @pytest.mark.parametrize("language", ["mixtral", "llama_tied", "gpt2"], indirect=True)

@@ -162,13 +162,13 @@ def _drop(store: LocalStore, name: str, manifest: str | None) -> None:
 def _former(store: LocalStore, run: str) -> dict[str, str]:
     """Return the manifests of steps with a note that are deleted, by name.
 
-    The note about a step that was saved here since is removed.
+    The note about a step that was saved here since is removed, and one that cannot be read.
     """
     objects, found = store.handle.objects, dict[str, str]()
     for name in followed.names(objects, run):
         noted, held = followed.noted(objects, name), store.manifest(name)
         if held is None and noted is not None:
             found[name] = noted
-        elif held != noted:
+        elif noted is None or held != noted:
             followed.forget(objects, name)
     return found

@@ -95,7 +95,7 @@ def fetch_step(
     check_run(run)
     if remote is None:
         name, _ = step_here(store, run, step)
-        followed.hold(store.handle.objects, name)
+        store.hold_step(name)
         return FetchedStep(name, None)
     return _fetch(store, _opened(store, remote), (run, step), progress)
 
@@ -157,10 +157,10 @@ def _bring(
 ) -> TransferResult | None:
     """Pull a step unless the store has it, and keep it from being deleted."""
     objects = store.handle.objects
-    followed.hold(objects, name)  # first: from here on it stays if it is there
+    store.hold_step(name)  # first: from here on it stays if it is there
     if manifest is not None and store.manifest(name) == manifest:
         return None
-    with pulling(objects.files, objects.layout):
+    with store.handle.translated(), pulling(objects.files, objects.layout):
         held, result = store.manifest(name), None
         if held is None or held != manifest:
             # What was saved here, or pulled by name, is another's to replace.
