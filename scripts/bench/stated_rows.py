@@ -50,6 +50,7 @@ STEPS: Final = Part(
 
 PIPELINES: Final = Part("pipelines", "bench/pipelines.py", repeats="--pairs")
 RANKS: Final = Part("ranks", "bench/ranks.py")
+FINE_TUNE: Final = Part("stored fine-tune", "bench/stored_fine_tune.py", repeats="--pairs")
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
 
 
@@ -313,6 +314,36 @@ ROWS: Final = (
             scale=1e-3,
         )
         for size in (105, 420)
+    ),
+    StatedRow(
+        "stored-paced",
+        "a full fine-tune from a store, at 200 MB/s",
+        FINE_TUNE,
+        "a full fine-tune at 200 MB/s",
+    ),
+    StatedRow(
+        "stored-cold",
+        "a full fine-tune from a store, on the disk as it is",
+        FINE_TUNE,
+        "a full fine-tune, file cold",
+    ),
+    *(
+        StatedRow(
+            f"decoding-{name}",
+            f"processor time for a GB, decoded and verified: {kind}",
+            FINE_TUNE,
+            f"decoding a GB: {kind}",
+            compared="ours",
+            most=0.5,
+        )
+        for name, kind in (
+            ("bf16", "a fine-tune in bfloat16"),
+            ("f16", "a fine-tune in float16"),
+            ("f32", "a fine-tune in float32"),
+            ("few", "1 % moved, in bfloat16"),
+            ("alone-bf16", "no base, in bfloat16"),
+            ("alone-f32", "no base, in float32"),
+        )
     ),
     *(
         StatedRow(

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import checkpoints, every_row, load, pipelines, ranks, remote
+from bench import checkpoints, every_row, load, pipelines, ranks, remote, stored_fine_tune
 from bench.every_row import judged
 from bench.results import Figures
-from bench.stated_rows import ROWS, Part, StatedRow, counted
+from bench.stated_rows import FINE_TUNE, ROWS, Part, StatedRow, counted
 from demonstration import __main__ as demonstration
 from demonstration import run
 from project import package_source
@@ -49,6 +49,12 @@ def test_the_rows_of_the_readme_are_among_them() -> None:
 def test_each_has_a_name_of_its_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
     assert len({(row.part, row.figure) for row in ROWS}) == len(ROWS)
+
+
+def test_what_is_measured_of_a_stored_fine_tune_is_stated() -> None:
+    names = [stored_fine_tune.PACED, stored_fine_tune.DISK]
+    names += map(stored_fine_tune.decoding, stored_fine_tune.KINDS)
+    assert [row.figure for row in ROWS if row.part is FINE_TUNE] == names
 
 
 def nine(value: float, other: float) -> Figures:
@@ -157,6 +163,7 @@ def test_each_part_takes_the_options_that_it_is_given(tmp_path: Path) -> None:
         "bench/pipelines.py": pipelines.main,
         "bench/ranks.py": ranks.main,
         "bench/remote.py": remote.main,
+        "bench/stored_fine_tune.py": stored_fine_tune.main,
         "demonstration": demonstration.main,
     }
     for part in {row.part for row in ROWS}:
