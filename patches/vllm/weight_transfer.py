@@ -42,6 +42,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tensor_dedup.errors import ConfigError, TensorDedupError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
+from tensor_dedup.loader.process_state import release_memory
 from tensor_dedup.loader.takeover import Takeover
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -230,10 +231,11 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         load_config.model_loader_extra_config = _extra(load_config, checkout)
         self.vllm_config.model_config.model = checkout.folder
         manager, held = split(former)[0].memory_manager, stored_in(former)
-        if manager is not None and held is not None and held.url != checkout.url:
-            # Beside the model, which goes on.
-            name, what = "tensor-dedup-former-step", (os.fspath(manager), held.url)
-            threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
+        is_former = held is not None and held.url != checkout.url
+        what = (os.fspath(manager), held.url) if manager and held and is_former else ()
+        # Beside the model, which goes on.
+        name = "tensor-dedup-former-step"
+        threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
@@ -241,8 +243,14 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
             self.abandon()
 
 
-def _let_go(manager: str, url: str) -> None:
-    """Let a memory manager free a step, unless another engine runs it, which then does this."""
+def _let_go(manager: str | None = None, url: str = "") -> None:
+    """Return the memory of a former step to the system, and let a memory manager free the step.
+
+    If another engine runs the step, the manager keeps it until that one changes, too.
+    """
+    release_memory()  # packed layers lay in the heap, which would stay as large as two steps
+    if manager is None:
+        return
     try:
         with Admin(socket_path(None if manager == AUTO else manager)) as admin:
             for _ in range(_ATTEMPTS):

@@ -186,6 +186,12 @@ def test_the_memory_of_the_former_step_is_freed_at_once(store: Path, llm: "LLM")
         gc.enable()
 
 
+def test_the_heap_of_the_former_step_is_given_back(llm: "LLM") -> None:
+    with mock.patch.object(weight_transfer, "release_memory") as release:
+        llm.update_weights({"step": 1})
+        managers.until(lambda: release.called)
+
+
 def test_engines_at_one_step_share_it(store: Path, llm: "LLM") -> None:
     second = _engine(store, 0, cpu_weights="plain")
     assert shared.everything(llm, second)
