@@ -85,3 +85,12 @@ def test_push_and_pull_take_it_and_a_remote_counts_before_the_store(
     assert (status, "check the URL" in said) == (3, True)
     assert failed("pull", url, "nobody@latest", "--store", tmp_path / "new")[0] == 2
     assert not (tmp_path / "new").exists()
+
+
+def test_advice_names_what_was_given(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/nothing"
+    status, said = failed("pull", url, "policy@latest", "--store", tmp_path / "here")
+    assert status == 3
+    assert "that the disk is mounted" in said
+    assert f"`tensor-dedup push policy@latest {url}`" in said
+    assert " NAME" not in said

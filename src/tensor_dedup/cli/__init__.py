@@ -202,7 +202,7 @@ def data_errors() -> Iterator[None]:
 
 
 def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
-    """Remember the value of the option `--store` or the argument URL.
+    """Remember the value of the option `--store`, or of the argument URL or NAME.
 
     Messages that suggest a command can then repeat it. This is a click `callback`; it
     returns `value` unchanged.
@@ -214,7 +214,7 @@ def remember_given(context: click.Context, parameter: click.Parameter, value: _V
 def given(name: str) -> str | None:
     """Return the value that the command line gave for `name`, or None if it gave none.
 
-    `name` is "store" or "url".
+    `name` is "store", "url" or "name".
     """
     context = click.get_current_context(silent=True)
     found = None if context is None else context.meta.get(_GIVEN + name)
@@ -224,13 +224,14 @@ def given(name: str) -> str | None:
 def repeating_given(text: str, path: object = None) -> str:
     """Put the store and the URL of this command line into the commands in `text`.
 
-    Commands are the parts in backquotes. In each, the word `URL` is replaced by the URL. `--store`
-    is appended to `pull` and to the commands for comparisons, the store and runs.
+    Commands are the parts in backquotes. In each, the word `URL` is replaced by the URL, and `NAME`
+    by the name. `--store` is appended to `pull` and to the commands for comparisons, the store and
+    runs.
 
     `path`, if given, is the path that `text` is about. If the command line has a URL and `path` is
     outside the store, `text` is taken to be about the remote, and `--store` is not appended.
     """
-    store, url = given("store"), given("url")
+    store, url, name = given("store"), given("url"), given("name")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):
         store = None
 
@@ -238,6 +239,8 @@ def repeating_given(text: str, path: object = None) -> str:
         command, verb = found.groups()
         if url is not None:
             command = re.sub(r"\bURL\b", lambda _: shlex.quote(url), command)
+        if name is not None:
+            command = re.sub(r"\bNAME\b", lambda _: shlex.quote(name), command)
         if store is not None and verb in _OF_THE_STORE and "--store" not in command:
             command += f" --store {shlex.quote(store)}"
         return f"`{command}`"

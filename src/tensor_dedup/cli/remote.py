@@ -143,7 +143,7 @@ def push(
 
 @click.command(name="pull")
 @url_argument
-@click.argument("name", required=False)
+@click.argument("name", required=False, callback=remember_given)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name here.")
 @dry_run_option
 @store_option

@@ -68,9 +68,13 @@ class NotARemoteError(RemoteError):
     @classmethod
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
         # docstring inherited
-        if not str(path).startswith(("http://", "https://")):
+        if str(path).startswith(("http://", "https://")):
+            advice = "check the URL: it is that of the folder in which FORMAT and refs are"
+        elif cls is NotARemoteError and str(path).startswith("file://"):
+            advice = "check the URL, and that the disk is mounted; where nothing was ever pushed, "
+            advice += "`tensor-dedup push NAME URL` makes a remote"
+        else:
             return super().at(path, what, **facts)
-        advice = "check the URL: it is that of the folder in which FORMAT and refs are"
         return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
 
 

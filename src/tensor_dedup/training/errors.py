@@ -85,7 +85,7 @@ class OtherTierError(StoreError):
         """
         now = "what is there now" if known == where else where
         what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
-        advice = "mount that disk, or give the second tier of before; "
+        advice = "mount that disk, or give the second tier of before, where it was moved to; "
         advice += f"to start over with this one on purpose, delete {note}"
         facts = {"run": run, "second": where, "known": known, "note": str(note)}
         return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)

@@ -149,7 +149,7 @@ class Drain:
             raise
         except StoreError as error:  # the second tier is away: what was known of it counts
             self._tiers.check_not_taken()
-            _log.warning("%s: %s", self._fast.path, str(error))
+            _log.warning("going by what was known of the second tier: %s", str(error))
         self._start()
 
     def _start(self) -> None:
