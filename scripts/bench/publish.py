@@ -108,9 +108,10 @@ def main(
                     training.step()
                 costs = [*_costs(training, steps, Path(root))]
             lines.append(_line(setup, costs))
-            figures[f"{setup.name}: fetched to the aim"] = (
-                [_aim(each.changed) for each in costs],
-                [each.fetched for each in costs],
+            nbytes = training.nbytes
+            figures[f"{setup.name}: bytes that a follower fetches"] = (
+                [_aim(_middle(costs, "changed")) * nbytes],
+                [_middle(costs, "fetched") * nbytes],
             )
             say(lines[-1])
     how = f"{steps} steps of a model of {millions} million parameters, after {warm_up}"
@@ -187,10 +188,14 @@ def _aim(changed: float) -> float:
     return 0.0075 + (changed - 0.01) * (0.018 - 0.0075) / 0.02
 
 
+def _middle(costs: list[Cost], name: str) -> float:
+    values: list[float] = [getattr(each, name) for each in costs]
+    return statistics.median(values)
+
+
 def _line(setup: Setup, costs: list[Cost]) -> str:
     def middle(name: str) -> float:
-        values: list[float] = [getattr(each, name) for each in costs]
-        return statistics.median(values)
+        return _middle(costs, name)
 
     aim, fetched = _aim(middle("changed")), middle("fetched")
     cells = (

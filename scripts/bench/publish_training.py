@@ -74,6 +74,11 @@ class Training:
         self._optimizer = torch.optim.AdamW(self._learnt, lr=setup.rate, weight_decay=0.0)
         self._dice = torch.Generator().manual_seed(1)
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the weights."""
+        return sum(each.nbytes for each in self._own)
+
     def step(self) -> None:
         """Train one step."""
         text = _tokens()

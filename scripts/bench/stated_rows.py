@@ -52,6 +52,12 @@ PIPELINES: Final = Part("pipelines", "bench/pipelines.py", repeats="--pairs")
 RANKS: Final = Part("ranks", "bench/ranks.py")
 FINE_TUNE: Final = Part("stored fine-tune", "bench/stored_fine_tune.py", repeats="--pairs")
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
+_PUBLISHED: Final = ("lr 1e-6, fp32 masters", "lr 3e-6, fp32 masters")
+PUBLISH: Final = Part(
+    "publish",
+    "bench/publish.py",
+    ("--steps", "5", "--warm-up", "3", *(part for each in _PUBLISHED for part in ("--only", each))),
+)
 
 
 @dataclass(frozen=True)
@@ -357,5 +363,18 @@ ROWS: Final = (
         )
         for verb in ("push", "pull")
         for what in ("bytes", "requests")
+    ),
+    *(
+        StatedRow(
+            f"publish-{rate}",
+            f"a step of a real training, AdamW at {rate} with fp32 masters: bytes that who follows "
+            "pulls",
+            PUBLISH,
+            f"lr {rate}, fp32 masters: bytes that a follower fetches",
+            unit="MB",
+            scale=1e6,
+            counted=True,
+        )
+        for rate in ("1e-6", "3e-6")
     ),
 )

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import checkpoints, every_row, load, pipelines, ranks, remote, stored_fine_tune
+from bench import (
+    checkpoints,
+    every_row,
+    load,
+    pipelines,
+    publish,
+    ranks,
+    remote,
+    stored_fine_tune,
+)
 from bench.every_row import judged
 from bench.results import Figures
 from bench.stated_rows import FINE_TUNE, ROWS, Part, StatedRow, counted
@@ -161,6 +170,7 @@ def test_each_part_takes_the_options_that_it_is_given(tmp_path: Path) -> None:
         "bench/load.py": load.main,
         "bench/checkpoints.py": checkpoints.main,
         "bench/pipelines.py": pipelines.main,
+        "bench/publish.py": publish.main,
         "bench/ranks.py": ranks.main,
         "bench/remote.py": remote.main,
         "bench/stored_fine_tune.py": stored_fine_tune.main,

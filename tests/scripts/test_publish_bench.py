@@ -19,7 +19,7 @@ def test_the_steps_of_a_training_are_counted(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     [line] = [line for line in done.output.splitlines() if line.startswith("| lr 1e-6, fp32")]
     assert re.search(r"\| ≤ [0-9.]+ % \| (met|missed) \|", line)
-    [[aims, fetched]] = json.loads(target.read_text()).values()
-    assert len(aims) == len(fetched) == 3
-    assert all(0 < each < 0.1 for each in fetched)
+    [[[aim], [fetched]]] = json.loads(target.read_text()).values()
+    assert aim > 0
+    assert 0 < fetched < 1e6
     assert not [*(tmp_path / "work").iterdir()]
