@@ -51,6 +51,7 @@ STEPS: Final = Part(
 PIPELINES: Final = Part("pipelines", "bench/pipelines.py", repeats="--pairs")
 RANKS: Final = Part("ranks", "bench/ranks.py")
 FINE_TUNE: Final = Part("stored fine-tune", "bench/stored_fine_tune.py", repeats="--pairs")
+DIGESTS: Final = Part("digests", "bench/digests.py", repeats="--repeats", times=3)
 WIRE: Final = Part("remote wire", "bench/remote.py", ("--only", "wire"))
 _PUBLISHED: Final = ("lr 1e-6, fp32 masters", "lr 3e-6, fp32 masters")
 PUBLISH: Final = Part(
@@ -242,6 +243,23 @@ ROWS: Final = (
             counted=True,
         )
         for verb, done in (("read", "read"), ("hash", "hashed"))
+    ),
+    *(
+        StatedRow(
+            f"digest-{name}",
+            f"the digest of the {what} of a resident model{when}",
+            DIGESTS,
+            f"digest of the {what} of a resident model{when}",
+            compared="ours",
+            most=1,
+            unit="ms",
+            scale=1e-3,
+        )
+        for name, what, when in (
+            ("checkpoint", "checkpoint", ""),
+            ("weights", "weights", ""),
+            ("used-weights", "weights", ", in use"),
+        )
     ),
     *(
         StatedRow(

@@ -16,7 +16,7 @@ from models import tiny_checkpoints as checkpoints
 from processes import fresh
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE, report
 from tensor_dedup.memory_manager.client.admin import Admin
-from vllm_runs import fleet
+from vllm_runs import fleet, shared
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
@@ -97,6 +97,54 @@ def test_ranks_hold_what_plain_ranks_hold_once(
         assert made(first.loaded) + made(tuned.loaded) < 1.4 * total
         again = [first.outputs(), tuned.outputs()]
         assert again == [mode.plain[path]["outputs"] for path in (base, fine_tune)]
+
+
+def versions(base: str, other: str) -> dict[str, Any]:
+    """In a process of its own: what an engine of two ranks says of its weights, over a reload."""
+    from vllm import LLM, SamplingParams
+
+    llm: Any = LLM(
+        base,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        enforce_eager=True,
+        kv_cache_memory_bytes=16 << 20,
+        tensor_parallel_size=2,
+        enable_prefix_caching=True,
+        block_size=32,
+        tensor_dedup={"cpu_weights": "plain"},
+    )
+
+    def cached() -> int:
+        greedy = SamplingParams(max_tokens=2, temperature=0, detokenize=False)
+        prompt = {"prompt_token_ids": list(range(3, 99))}
+        (found,) = llm.generate(prompt, greedy, use_tqdm=False)
+        return int(found.num_cached_tokens)
+
+    hits = [cached(), cached()]
+    said = [llm.get_weight_version()]
+    hits.append(cached())
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+    hits += [cached(), cached()]
+    said.append(llm.get_weight_version())
+    known = [each.known_checkpoint_digest for each in report().models]
+    return {"hits": hits, "said": said, "known": known}
+
+
+def test_ranks_agree_on_the_version_of_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = checkpoints.make("llama", tmp_path).base
+    other = checkpoints.same_header(base, tmp_path / "other")
+    shared.quiet(base, other)
+    for name, value in ENVIRON.items():
+        monkeypatch.setenv(name, value)
+    found = fresh.call(versions, str(base), str(other))
+    assert found["known"] == [None, None], "a rank knows the whole checkpoint, so nothing is asked"
+    assert found["hits"] == [0, 64, 64, 0, 64]
+    first, second = found["said"]
+    assert len(first) == 16
+    assert second.startswith("weights:")
 
 
 # --- replicas
