@@ -70,29 +70,25 @@ def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]
 def shared_digests(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
     """Return the digest of each shared tensor whose bytes are those of its resident, by its id.
 
-    The digest is that of the bytes in memory order. Tensors that are private, that were written to,
-    or whose residents are known by another digest than that of their bytes, are left out. Tensors
-    on GPUs and other devices are included.
+    `tensors` are plain ones, as `param_data` returns them. The digest is that of the bytes in
+    memory order. Tensors that are private, that were written to, or whose residents are known by
+    another digest than that of their bytes, are left out. Tensors on GPUs and other devices are
+    included.
     """
-    known: dict[tuple[SlabRange, ...], str] | None = None
+    known = {r.place: r.key.digest for r in registry.residents()}
     found: dict[int, str] = {}
     mapped: list[tuple[int, str, tuple[int, int]]] = []
-    for tensor in tensors:
-        place = _place(tensor)
-        if place is not None:
-            if known is None:
-                known = {r.place: r.key.digest for r in registry.residents()}
-            digest, data = known.get(place), param_data(tensor)
-            if digest is not None and sharable(data):
-                mapped.append((id(tensor), digest, _range(data)))
-            continue
-        if tensor.device.type == "cpu":
-            continue
-        data = param_data(tensor)
-        copy = COPIES.known(data)
-        replica = copy.known if copy is not None else DEVICES.known(data)
-        if replica is not None and is_of_bytes(replica.key):
-            found[id(tensor)] = replica.key.digest
+    for data in tensors:
+        if not data.is_cpu:
+            copy = COPIES.known(data)
+            replica = copy.known if copy is not None else DEVICES.known(data)
+            if replica is not None and is_of_bytes(replica.key):
+                found[id(data)] = replica.key.digest
+        elif data.layout is torch.strided and (nbytes := data.nbytes):
+            span = data.data_ptr(), nbytes
+            digest = known.get(tuple(MAPPINGS.ranges(*span)))
+            if digest is not None and (data.is_contiguous() or sharable(data)):
+                mapped.append((id(data), digest, span))
     unchanged = are_as_mapped([span for _, _, span in mapped])
     return found | {
         key: digest for (key, digest, _), same in zip(mapped, unchanged, strict=True) if same

@@ -23,7 +23,7 @@ from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import RECORD
 from tensor_dedup.loader.residents.resident import digest_of, sharable_anywhere
-from tensor_dedup.loader.torch_dtypes import dtype_name
+from tensor_dedup.loader.torch_dtypes import dtype_name, has_name
 from tensor_dedup.loader.unsharing.lookup import shared_digests
 
 if TYPE_CHECKING:
@@ -172,71 +172,73 @@ def short_version(digest: str) -> str:
 
 def _entries(model: nn.Module) -> list[list[Any]] | None:
     """List the tensors of a model for `weights_root`; None if the bytes of one are hidden."""
-    packed = dict(_packed(model))
-    if None in packed.values():
-        return None
-    named = {
-        name: tensor
-        for name, tensor in _tensors(model)
-        if name not in packed and tensor is not None
-    }
-    known = shared_digests({id(each): each for each in named.values()}.values())
-    hashed: dict[int, list[Any]] = {}
-    entries = [[name, *each] for name, each in packed.items() if each is not None]
-    for name, tensor in named.items():
-        if id(tensor) not in hashed:
-            described = _described(tensor, known.get(id(tensor)))
-            if described is None:
+    entries: list[list[Any]] = []
+    named: list[tuple[str, int]] = []
+    data: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        packed = _packed(module)
+        if packed is not None:
+            if packed[-1] is None:
                 return None
-            hashed[id(tensor)] = described
-        entries.append([name, *hashed[id(tensor)]])
+            entries.append([f"{prefix}weight", *packed])
+        for name, tensor in _tensors(module):
+            if packed is None or name != "weight":
+                named.append((prefix + name, id(tensor)))
+                if id(tensor) not in data:
+                    data[id(tensor)] = param_data(tensor)
+    known = shared_digests(data.values())
+    described: dict[int, list[Any]] = {}
+    for key, tensor in data.items():
+        found = _described(tensor, known.get(id(tensor)))
+        if found is None:
+            return None
+        described[key] = found
+    entries += ([name, *described[key]] for name, key in named)
     return entries
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what a state dict would have: all parameters, and the buffers that are kept."""
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield prefix + name, parameter
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield prefix + name, buffer
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield what a state dict would have of a module itself: parameters, and kept buffers."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
 
 
-def _described(tensor: torch.Tensor, known: str | None) -> list[Any] | None:
+def _described(data: torch.Tensor, known: str | None) -> list[Any] | None:
     """Return dtype, shape, digest, and stride if needed; hash the bytes unless they are known."""
-    data = param_data(tensor)
-    if data.is_meta:
-        return None
-    if known is None and not sharable_anywhere(data):
-        data = data.resolve_conj().resolve_neg()
-        data = data.to_dense() if data.layout is not torch.strided else data.contiguous()
+    if known is None:
+        if data.is_meta:
+            return None
         if not sharable_anywhere(data):
-            data = data.view(torch.uint8)  # of a dtype without a name
-    found = digest_of(data) if known is None else known
-    entry = [_dtype(tensor), tuple(data.shape), found]
+            data = _plain(data)
+        known = digest_of(data)
+    entry = [_dtype(data.dtype), tuple(data.shape), known]
     return entry if data.is_contiguous() else [*entry, tuple(data.stride())]
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    try:
-        return dtype_name(tensor.dtype)
-    except UnsupportedError:
-        return str(tensor.dtype)
+def _plain(data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with gaps, of an unusual layout or of a dtype without a name as bytes."""
+    data = data.resolve_conj().resolve_neg()
+    data = data.to_dense() if data.layout is not torch.strided else data.contiguous()
+    return data if sharable_anywhere(data) else data.view(torch.uint8)
 
 
-def _packed(model: nn.Module) -> Iterator[tuple[str, list[Any] | None]]:
-    """Yield the name of each packed weight, and how it is listed: with the name of what was packed.
+def _dtype(dtype: torch.dtype) -> str:
+    return dtype_name(dtype) if has_name(dtype) else str(dtype)
 
-    That name is made of the digests of the tensors of the checkpoint that it consists of. If it is
-    not known, None is yielded.
+
+def _packed(module: nn.Module) -> list[Any] | None:
+    """Return how the packed weight of a layer is listed: with the name of what was packed.
+
+    That name is made of the digests of the tensors of the checkpoint that it consists of. It is
+    None if it is not known. A layer without a packed weight gives None.
     """
-    for path, module in model.named_modules():
-        for form_of in PACKED_FORMS:
-            form = form_of(module)
-            if form is not None:
-                plain = getattr(getattr(form, RECORD, None), "plain_name", None)
-                name = f"{path}.weight" if path else "weight"
-                yield name, None if plain is None else ["packed", (), plain]
+    for form_of in PACKED_FORMS:
+        form = form_of(module)
+        if form is not None:
+            return ["packed", (), getattr(getattr(form, RECORD, None), "plain_name", None)]
+    return None
