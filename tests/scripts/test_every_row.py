@@ -9,13 +9,11 @@ from click.testing import CliRunner
 
 from bench import (
     checkpoints,
-from bench import (
     digests,
     every_row,
     load,
     pipelines,
     publish,
-)
     ranks,
     remote,
     stored_fine_tune,
@@ -173,11 +171,8 @@ def test_each_part_takes_the_options_that_it_is_given(tmp_path: Path) -> None:
         "bench/load.py": load.main,
         "bench/checkpoints.py": checkpoints.main,
         "bench/pipelines.py": pipelines.main,
-<<<<<<< HEAD
         "bench/publish.py": publish.main,
-=======
         "bench/digests.py": digests.main,
->>>>>>> e74dec99 (Take the digest of a model's weights in one walk; state what digests take)
         "bench/ranks.py": ranks.main,
         "bench/remote.py": remote.main,
         "bench/stored_fine_tune.py": stored_fine_tune.main,
