@@ -59,6 +59,9 @@ PUBLISH: Final = Part(
     "bench/publish.py",
     ("--steps", "5", "--warm-up", "3", *(part for each in _PUBLISHED for part in ("--only", each))),
 )
+FOLLOW: Final = Part("follow", "bench/follow.py", repeats="--steps")
+
+FOLLOWING: Final = (("one", "one engine"), ("two", "two engines and a manager"))
 
 
 @dataclass(frozen=True)
@@ -394,5 +397,34 @@ ROWS: Final = (
             counted=True,
         )
         for rate in ("1e-6", "3e-6")
+    ),
+    *(
+        StatedRow(
+            f"follow-pause-{name}",
+            f"{kind}, changing to the next step while answering: longest time without a token, for "
+            "each GB of the model",
+            FOLLOW,
+            f"{kind}: longest time without a token, for each GB",
+            compared="ours",
+            most=0.3,
+            unit="s/GB",
+        )
+        for name, kind in FOLLOWING
+    ),
+    *(
+        StatedRow(
+            f"follow-memory-{name}-{state}",
+            f"{kind}, {during}: memory beyond what it was, in versions of the model",
+            FOLLOW,
+            f"{kind}: {figure}",
+            compared="ours",
+            most=most,
+            unit="versions",
+        )
+        for name, kind in FOLLOWING
+        for state, during, figure, most in (
+            ("during", "while changing", "most memory during an update", 1.05),
+            ("after", "after the change", "memory after an update", 0.05),
+        )
     ),
 )
