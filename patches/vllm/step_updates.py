@@ -197,8 +197,10 @@ def _fetched(vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
     from tensor_dedup.publishing.subscriber import fetch_step
 
     try:
+        if odd := update_info.keys() - {"step", "url"}:
+            raise ValueError(f'it has no {min(odd)!r}; give either "step" or "url"')
         asked = StepUpdateInfo(**update_info)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"update_weights: {error}", value=repr(update_info)) from error
     extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
     url = asked.url if asked.url is not None else step_url(extra, asked.step)

@@ -20,6 +20,7 @@ from tensor_dedup.cli.terminal import FiniteRange, json_option, say_lines
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.publishing.follower import Event, FetchedEvent, Follower, LoadedEvent
 from tensor_dedup.remote import Remote
+from tensor_dedup.remote.urls import last_component
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.steps.runs import check_run
 from tensor_dedup.text_table import human
@@ -118,7 +119,7 @@ def _print_all(
 
 
 def _last_component(url: str) -> str:
-    found = url.rstrip("/").rpartition("/")[2]
+    found = last_component(url)
     if not found:
         raise WrongUse("no run follows from the URL; name it with --run")
     return found

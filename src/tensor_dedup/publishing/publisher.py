@@ -16,6 +16,7 @@ from tensor_dedup.publishing.slime import SlimeFolder
 from tensor_dedup.publishing.weights import checkpoint_weights, config_files
 from tensor_dedup.remote import transfer
 from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.urls import last_component
 from tensor_dedup.settings import cache_folder
 from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.store.steps.runs import step_name
@@ -370,7 +371,7 @@ def _remote(where: "StrPath | LocalStore | Remote") -> Remote | None:
 def _last_part(where: str) -> str:
     """The last component of a URL or a path, after which a run is called by default."""
     if is_url(where):
-        return where.rstrip("/").rpartition("/")[2]
+        return last_component(where)
     return Path(where).absolute().name
 
 

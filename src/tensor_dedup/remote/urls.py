@@ -20,6 +20,14 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)
 _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 
 
+def last_component(url: str) -> str:
+    """Return the last component of the path of `url`, or of its host, or "" if there is none.
+
+    A run that is published at a URL is called after it.
+    """
+    return url.rstrip("/").rpartition("/")[2]
+
+
 def open_bucket(url: str, files: Files) -> Bucket:
     """Return the bucket that `url` names, without sending a request.
 
