@@ -8,7 +8,7 @@ import pytest
 
 from remote_runs.remotes import MemoryBucket
 from tensor_dedup import Publisher, Remote, Store
-from tensor_dedup.remote import layout
+from tensor_dedup.remote import layout, step_deltas
 from tensor_dedup.remote.results import TransferResult
 from training_runs.published import SIZE, assert_published, model_at
 
@@ -161,6 +161,33 @@ def test_a_step_whose_differences_are_not_taken_is_published(
     store = Store.open(tmp_path / "host")
     for step in range(3):
         pulled(store, bucket, step)
+
+
+def test_a_step_is_published_after_one_that_was_lost(tmp_path: Path) -> None:
+    bucket = MemoryBucket()
+    with Publisher(Remote(bucket), run="policy", work=tmp_path / "work") as policy:
+        for step in range(3):
+            policy.publish(model_at(step), step)
+        deltas = (tmp_path / "work").glob("containers/*/*.delta")
+        max(deltas, key=lambda path: path.stat().st_mtime_ns).unlink()
+        for step in (3, 4):
+            policy.publish(model_at(step), step)
+    store = Store.open(tmp_path / "host")
+    for step in range(5):
+        pulled(store, bucket, step)
+
+
+def test_no_fault_of_a_difference_keeps_a_step_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(step_deltas, "step_delta", failing)
+    bucket = MemoryBucket()
+    published(bucket, tmp_path / "work", 2)
+    assert "is not sent" in caplog.text
+    assert Remote(bucket).steps("policy") == ["policy@0", "policy@1"]
 
 
 def test_a_run_without_followers_sends_none(tmp_path: Path) -> None:

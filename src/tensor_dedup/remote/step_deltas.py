@@ -1,7 +1,7 @@
 """Direct differences: what changed in a step since the step before, beside the step on a remote.
 
-A step is stored as differences from an anchor, which grow with each step after the anchor. Whoever
-has the step before needs less: what changed since then.
+A step is stored as differences from an anchor, which grow with each step after the anchor. A store
+that has the step before needs less: what changed since then.
 
     steps/ab/MANIFEST         the table of what changed in the checkpoint MANIFEST
     steps/ab/MANIFEST.mixed   the data, as in a container of this kind
@@ -82,7 +82,7 @@ def step_delta(
 
     Call it in a session of the store, which has both steps. The result is None if it would be
     hardly smaller than what `new` is stored as, for example because `old` is its anchor. What is
-    returned was decoded and compared.
+    returned was decoded and compared. A tensor is left out if the store has lost it in either step.
 
     Raises:
         StoreError: The store has no intact copy of a tensor.
@@ -97,6 +97,12 @@ def step_delta(
     wanted = {piece.digest for name in changed for piece in (before[name], after[name])}
     builder = _Builder(hasher)
     with closing(StoredPieces(objects, index, wanted)) as pieces:
+        lost = {each for each in wanted if not pieces.records(each)}
+        changed = {
+            name: piece
+            for name, piece in changed.items()
+            if lost.isdisjoint((piece.digest, before[name].digest))
+        }
         stored = {each.digest: _stored(pieces, each) for each in changed.values()}
         limit = int(min(_MOST_BYTES, _WORTH_WRITING * sum(r.stored for r in stored.values())))
         for name, piece in changed.items():

@@ -244,9 +244,10 @@ class RemoteTier:
                 found = step_deltas.step_delta(fast.objects, index, hasher, before, manifest)
             if found is not None:
                 found.put(self._bucket, manifest)
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, the step itself is sent
             what = "%s: what changed in the step %d since the one before is not sent: %s"
-            _log.warning(what, self.where, step, str(error))
+            trace = None if isinstance(error, StoreError) else error
+            _log.warning(what, self.where, step, str(error) or repr(error), exc_info=trace)
 
     def copy_mark(self, step: int, manifest: str, check_writer: Callable[[], None]) -> bool:
         # docstring inherited
@@ -321,7 +322,11 @@ class RemoteTier:
         if not there:  # it says so already
             check_writer()
         for manifest in filter(None, there) if self._direct else ():
-            step_deltas.delete(self._bucket, manifest)
+            try:
+                step_deltas.delete(self._bucket, manifest)
+            except StoreError as error:  # a gc deletes them later
+                what = "%s: what changed in the step %d is not deleted: %s"
+                _log.warning(what, self.where, step, str(error))
         return any(there)
 
     def settle(self) -> None:
