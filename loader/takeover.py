@@ -29,7 +29,8 @@ from tensor_dedup.loader.residents.param_data import param_data, set_param_data
 from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
 
 # The name of a module, and the attributes that lead from it to an object that it holds.
-_Path: TypeAlias = tuple[str, tuple[str, ...]]
+_Key: TypeAlias = str | int
+_Path: TypeAlias = tuple[str, tuple[_Key, ...]]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
 _NOT_HELPERS: Final = (
@@ -44,8 +45,8 @@ _NOT_HELPERS: Final = (
     set,
     frozenset,
 )
-# From a module to its quantisation method, to that one's kernel, and to what the kernel holds.
-_MOST_LEVELS: Final = 3
+# From a module to its quantisation method, to that one's kernels, and to what a kernel holds.
+_MOST_LEVELS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,14 @@ class Built:
         """Return what was set since."""
         names: dict[_Path, frozenset[str]] = {}
         kept = set()
-        for path, thing, now in _objects(model):
-            built, before = self._held.get(path, (None, {}))
-            if thing is not built:
-                continue  # it comes with the attribute in which it was set
+        modules = dict(model.named_modules())
+        for path, (thing, before) in self._held.items():
+            if _follow(modules, path) is not thing:
+                continue  # what replaces it comes with the attribute in which it was set
             kept.add(path)
             new = {
                 key
-                for key, each in now.items()
+                for key, each in _attributes(thing).items()
                 if key not in before
                 or before[key][0] is not each
                 or before[key][1] != _content(each)
@@ -120,11 +121,22 @@ def _objects(model: nn.Module) -> Iterator[tuple[_Path, object, dict[str, Any]]]
         yield path, thing, found
         if len(path[1]) < _MOST_LEVELS:
             for name, value in found.items():
-                if id(value) not in seen and _is_helper(value):
-                    yield from held((path[0], (*path[1], name)), value)
+                for keys, each in _items(value):
+                    if id(each) not in seen and _is_helper(each):
+                        yield from held((path[0], (*path[1], name, *keys)), each)
 
     for name, module in model.named_modules():
         yield from held((name, ()), module)
+
+
+def _items(value: object) -> Iterator[tuple[tuple[_Key, ...], object]]:
+    """Yield `value`, and what is in it if it is a container, with the keys that lead there."""
+    if isinstance(value, dict):
+        yield from (((key,), each) for key, each in value.items() if isinstance(key, (str, int)))
+    elif isinstance(value, (list, tuple)):
+        yield from (((number,), each) for number, each in enumerate(value))
+    else:
+        yield (), value
 
 
 def _attributes(thing: object) -> dict[str, Any]:
@@ -149,6 +161,8 @@ class Takeover:
     running: nn.Module
     fresh: nn.Module
     _tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # Where the running model has its tensors.
+    _places: list[tuple[dict[str, Any], str, torch.Tensor]] = field(default_factory=list)
     # Of the running object and of the new one, what is set, and what is removed.
     _attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], frozenset[str]]] = (
         field(default_factory=list)
@@ -207,15 +221,16 @@ class Takeover:
                 if tensor is None or tensor is own:
                     continue
                 if _geometry(own) != _geometry(tensor):
+                    if kind == "_buffers" and key in module._non_persistent_buffers_set:
+                        continue  # the engine has made it longer, as a table of positions
                     raise _differs(place, f"is {_geometry(own)} and {_geometry(tensor)}")
-                if kind == "_buffers" and key in module._non_persistent_buffers_set:
-                    continue  # it follows from the configuration
                 known = id(tensor) in tied
                 if known is not (id(own) in owners) or tied.setdefault(id(tensor), own) is not own:
                     raise _differs(place, "is tied to another tensor in one of them only")
                 owners.add(id(own))
                 if not known:
                     self._tensors.append((own, tensor))
+                self._places.append((mine, key, own))
 
     def _plan_attributes(
         self,
@@ -234,22 +249,56 @@ class Takeover:
             self._attributes.append((vars(mine), vars(theirs), new, gone))
 
     def apply(self) -> None:
-        """Give the running model the new weights. No thread may compute with it meanwhile."""
+        """Give the running model the new weights. No thread may compute with it meanwhile.
+
+        Raises:
+            UnsupportedError: The running model has other tensors than when this was planned. It
+                stays as it is.
+        """
+        for held, key, own in self._places:
+            if held.get(key) is not own:
+                raise _differs(key, "was replaced meanwhile")
         for own, tensor in self._tensors:
+            # Both have the memory now: what a load has set may refer to the new model's parameter.
             set_param_data(own, param_data(tensor))
-            # Modules and parameters refer to each other, so the new model itself would keep this
-            # memory, until a full garbage collection.
-            set_param_data(tensor, tensor.new_empty(0))
         # An object may have been reached by another path in the new model.
         for held, _, _, gone in self._attributes:
             for key in gone:
                 held.pop(key, None)
-        for held, theirs, new, _ in self._attributes:
+        for held, _, new, _ in self._attributes:
             held.update(new)
-            for key in new:
-                theirs.pop(key, None)
         _LOADED[self.running] = _LOADED[self.fresh]
         take_over_digests(self.running, self.fresh)
+        former = _FORMER.pop(self.running, None)
+        _FORMER[self.running] = _Remains(
+            [tensor for _, tensor in self._tensors],
+            [(theirs, [*new]) for _, theirs, new, _ in self._attributes],
+        )
+        if former is not None:
+            former.let_go()
+
+
+@dataclass(frozen=True, slots=True)
+class _Remains:
+    """What a model was, after a running one has taken over its weights: tensors and attributes.
+
+    Its modules and parameters refer to each other, so by themselves they would keep the memory of
+    a former step until a full garbage collection. And whoever should still compute with them must
+    fail, and not compute with former weights.
+    """
+
+    tensors: list[torch.Tensor]
+    attributes: list[tuple[dict[str, Any], list[str]]]
+
+    def let_go(self) -> None:
+        for tensor in self.tensors:
+            set_param_data(tensor, tensor.new_empty(0))
+        for held, names in self.attributes:
+            for name in names:
+                held.pop(name, None)
+
+
+_FORMER: Final[WeakKeyDictionary[nn.Module, _Remains]] = WeakKeyDictionary()
 
 
 def _geometry(tensor: torch.Tensor) -> str:
@@ -259,7 +308,12 @@ def _geometry(tensor: torch.Tensor) -> str:
 def _follow(modules: Mapping[str, nn.Module], path: _Path) -> Any:
     thing: Any = modules.get(path[0])
     for name in path[1]:
-        thing = None if thing is None else vars(thing).get(name)
+        if isinstance(thing, dict):
+            thing = thing.get(name)
+        elif isinstance(thing, (list, tuple)):
+            thing = thing[name] if isinstance(name, int) and name < len(thing) else None
+        else:
+            thing = getattr(thing, "__dict__", {}).get(name)
     return thing
 
 

@@ -224,18 +224,21 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         if takeover is None or checkout is None:
             raise UnsupportedError("no step was loaded: call update_weights before")
         self._takeover = self._checkout = None
-        takeover.apply()
-        # A reload from now on reads this step.
         load_config = self.vllm_config.load_config
         former = load_config.model_loader_extra_config[KEY]
-        load_config.model_loader_extra_config = _extra(load_config, checkout)
-        self.vllm_config.model_config.model = checkout.folder
         manager, held = split(former)[0].memory_manager, stored_in(former)
-        is_former = held is not None and held.url != checkout.url
-        what = (os.fspath(manager), held.url) if manager and held and is_former else ()
-        # Beside the model, which goes on.
-        name = "tensor-dedup-former-step"
-        threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
+        extra = _extra(load_config, checkout)
+        takeover.apply()
+        # From here on nothing may fail: the engine is at this step, and a reload reads it.
+        load_config.model_loader_extra_config = extra
+        self.vllm_config.model_config.model = checkout.folder
+        if manager is not None and held is not None and held.url != checkout.url:
+            # Beside the model, which goes on.
+            name, what = "tensor-dedup-former-step", (os.fspath(manager), held.url)
+            with suppress(
+                RuntimeError
+            ):  # there is no thread to be had; the manager evicts it later
+                threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""

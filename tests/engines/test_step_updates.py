@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+import torch
+import transformers as hf
 
 from manager_runs import managers
 from models import quantised
@@ -36,7 +38,9 @@ pytestmark = pytest.mark.vllm
 _RUN = "policy"
 _BACKEND = {"backend": "tensor_dedup"}
 _OPTIONS: dict[str, Any] = {}  # of every engine
-_SHORT = {"llama_tied", "deepseek_v2", "gpt_oss"}  # tied; latent attention; experts
+_STATE_SPACE = "mamba2"
+# Tied; latent attention; experts with biases; views of weights.
+_SHORT = {"llama_tied", "deepseek_v2", "gpt_oss", _STATE_SPACE}
 
 
 def _steps(arch: str, root: Path, kind: str = "") -> Path:
@@ -44,14 +48,41 @@ def _steps(arch: str, root: Path, kind: str = "") -> Path:
 
     With `kind`, they are quantised in this format.
     """
-    pair = checkpoints.make(arch, root / "checkpoints")
-    folders = [pair.base, checkpoints.same_header(pair.base, root / "other"), pair.fine_tune]
+    if arch == _STATE_SPACE:
+        base = _state_space(root / "base")
+        fine_tune = checkpoints.mapped(base, root / "tuned", lambda name, tensor: tensor * 1.25)
+    else:
+        pair = checkpoints.make(arch, root / "checkpoints")
+        base, fine_tune = pair.base, pair.fine_tune
+    folders = [base, checkpoints.same_header(base, root / "other"), fine_tune]
     if kind:
         folders = [quantised.make(kind, f, root / f"{kind}-{f.name}") for f in folders]
     with CheckpointStore(root / "store", _RUN, config=folders[0]) as run:
         for number, folder in enumerate(folders):
-            run.save(checkpoints.tensors(folder), number)
+            torch.manual_seed(number)
+            held = checkpoints.tensors(folder)
+            # Kernels of experts hold their biases, which are zeros in a model that is new.
+            biases = [name for name in held if name.endswith("bias") and "experts" in name]
+            run.save({**held, **{name: torch.randn_like(held[name]) for name in biases}}, number)
     return root / "store"
+
+
+def _state_space(folder: Path) -> Path:
+    """A model that computes with views of its weights, which are buffers."""
+    config = hf.Mamba2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=2,
+        state_size=16,
+        num_heads=4,
+        head_dim=32,
+        n_groups=1,
+        chunk_size=16,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return checkpoints.save(hf.Mamba2ForCausalLM(config), folder)
 
 
 def _engine(store: Path, step: int, *, follow: bool = True, **config: Any) -> "LLM":
@@ -100,7 +131,7 @@ def follow_everywhere(arch: str, root: str, policy: str, kind: str = "") -> list
     "arch",
     [
         pytest.param(arch, marks=[] if arch in _SHORT else [pytest.mark.long])
-        for arch in checkpoints.ARCHITECTURES
+        for arch in (*checkpoints.ARCHITECTURES, _STATE_SPACE)
         if arch not in checkpoints.POOLING
     ],
 )

@@ -14,6 +14,7 @@ class Method:
     """A helper object of a layer, as a quantisation method is."""
 
     apply: Any
+    bias: Any
     handler: "Method"
 
     def __init__(self) -> None:
@@ -61,6 +62,8 @@ def loaded(value: float, *, packed: bool = True) -> Any:
         layer.derived.fill_(value)
         if packed:
             layer.packed = ("form", value, layer.weight, layer.linear)
+            layer.kernel = Method()
+            layer.kernel.bias = layer.weight  # as a kernel of experts has their biases
             layer.method.apply = layer.method.multiply
             layer.method.handler = Method()
             layer.method.handler.kernel = f"handler {value}"
@@ -95,11 +98,10 @@ def test_a_running_model_gets_weights_buffers_and_what_processing_set() -> None:
 def test_what_the_engine_has_set_stays() -> None:
     running, fresh = loaded(1.0), loaded(2.0)
     running[0].cache = kept = torch.ones(4)
-    running[0].table.fill_(7)
     running[0].method.width = 8
     Takeover.plan(running, fresh).apply()
     assert running[0].cache is kept
-    assert running[0].table.item() == 7  # it follows from the configuration
+    assert running[0].table.item() == 2.0  # not persistent, but it may follow from weights
     assert running[0].method.width == 8
 
 
@@ -112,11 +114,31 @@ def test_what_only_the_former_load_has_set_goes() -> None:
     assert running[1].packed[1] == 3.0
 
 
-def test_the_new_model_keeps_no_memory() -> None:
+def test_what_refers_to_the_new_models_parameter_has_the_new_weights() -> None:
+    running = loaded(1.0)
+    for value in (2.0, 3.0):
+        Takeover.plan(running, loaded(value)).apply()
+        assert torch.equal(running[0].kernel.bias, running[0].weight)
+        assert running[0].weight.unique().tolist() == [value]
+
+
+def test_the_memory_of_a_former_step_is_not_kept() -> None:
+    running, first, second = loaded(1.0), loaded(2.0), loaded(3.0)
+    Takeover.plan(running, first).apply()
+    assert first[0].weight.data_ptr() == running[0].weight.data_ptr()
+    Takeover.plan(running, second).apply()
+    assert sum(parameter.nbytes for parameter in first.parameters()) == 0
+    assert running[0].weight.unique().tolist() == [3.0]
+    assert second[0].weight.data_ptr() == running[0].weight.data_ptr()
+
+
+def test_a_tensor_that_was_replaced_meanwhile_is_not_overlooked() -> None:
     running, fresh = loaded(1.0), loaded(2.0)
-    Takeover.plan(running, fresh).apply()
-    assert sum(parameter.nbytes for parameter in fresh.parameters()) == 0
-    assert running[0].weight.nbytes > 0
+    plan = Takeover.plan(running, fresh)
+    running[1].scale = torch.ones(1)
+    with pytest.raises(UnsupportedError, match="scale was replaced"):
+        plan.apply()
+    assert running[0].weight.unique().tolist() == [1.0]
 
 
 def test_nothing_changes_before_apply() -> None:
