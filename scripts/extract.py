@@ -259,7 +259,7 @@ def extract(root: Path, manifest: str, output: Path) -> int:
                 records.setdefault(record.digest, []).append(record)
         except WRONG as error:
             say("warning", error if str(path) in str(error) else f"{path}: damaged ({error})")
-    part = output / ".part"
+    part = output / f".{manifest}"  # no file is called so: it is a digest of all names
     for target, header, pieces in wanted:
         (output / target).parent.mkdir(parents=True, exist_ok=True)
         try:

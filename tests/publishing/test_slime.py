@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from safetensors.torch import load_file
 
 from remote_runs.remotes import MemoryBucket
 from tensor_dedup import Publisher, Remote, Store
+from tensor_dedup.publishing.errors import OtherVersionsError
+from tensor_dedup.publishing.slime import SlimeFolder
+from tensor_dedup.remote.buckets import ObjectStatus
+from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.steps.errors import BadOption, BadOptionError
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import RunTakenError
 from training_runs.published import model_at
 
 CONFIG = {"config.json": "{}"}
@@ -148,3 +155,121 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadOptionError) as caught:
         Publisher(tmp_path / "policy", also="verl")  # type: ignore[arg-type]
     assert caught.value.kind is BadOption.ALSO
+
+
+def _versions(bucket: MemoryBucket) -> dict[str, bytes]:
+    return {key: blob for key, (blob, *_) in bucket.objects.items() if key.startswith("slime/")}
+
+
+def test_a_trainer_that_was_replaced_writes_no_version(tmp_path: Path) -> None:
+    bucket = MemoryBucket()
+
+    def opened(work: str) -> Publisher:
+        place = tmp_path / work
+        return Publisher(Remote(bucket), run="p", also="slime", work=place, config=CONFIG)
+
+    one = opened("one")
+    one.publish(model_at(0), 0)
+    two = opened("two")
+    assert two.publish(model_at(1), 1).version == 2
+    before = _versions(bucket)
+    with pytest.raises(RunTakenError):
+        one.publish(model_at(3), 1)
+    assert _versions(bucket) == before
+    two.close()
+
+
+def test_the_version_of_another_object_is_followed_by_a_whole_one(tmp_path: Path) -> None:
+    where = tmp_path / "policy"
+    one, two = (Publisher(where, also="slime", config=CONFIG) for _ in range(2))
+    assert one.publish(model_at(0), 0).version == 1
+    assert one.publish(model_at(1), 1).version == 2
+    assert two.publish(model_at(2), 2).version == 3
+    one.close()
+    two.close()
+    host = Host(where / "slime")
+    host.pull(3)
+    assert_at(host, 2)
+    shutil.rmtree(where / "slime" / "weight_v000002")
+    late = Host(where / "slime")
+    late.pull(3)
+    assert_at(late, 2)
+
+
+def test_an_index_is_never_replaced(tmp_path: Path) -> None:
+    class Late(MemoryBucket):
+        """A server on which another trainer's version is not seen before it is written."""
+
+        def head(self, key: str) -> ObjectStatus | None:
+            return None if key.startswith("slime/") else super().head(key)
+
+    store, bucket = Store.open(tmp_path / "store"), Late()
+    with Publisher(store, run="policy", config=CONFIG) as policy:
+        for step in range(2):
+            policy.publish(model_at(step), step)
+    one, two = (SlimeFolder(bucket, store, "policy") for _ in range(2))
+    assert one.write("policy@0") == 1
+    index = "slime/weight_v000001/model.safetensors.index.json"
+    before = _versions(bucket)[index]
+    with pytest.raises(StoreBusyError, match="at the same time"):
+        two.write("policy@1")
+    assert _versions(bucket)[index] == before
+    assert two.version == 0
+    one.close()
+
+
+def test_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (tmp_path / "remote").as_uri()
+
+    def opened(run: str) -> Publisher:
+        return Publisher(where, run=run, also="slime", work=tmp_path / run, config=CONFIG)
+
+    early = opened("b")
+    with opened("a") as one:
+        assert one.publish(model_at(0), 0).version == 1
+    closed, close = list[str](), CheckpointStore.close
+
+    def noted(run: CheckpointStore) -> None:
+        closed.append(run.run_id)
+        close(run)
+
+    monkeypatch.setattr(CheckpointStore, "close", noted)
+    with pytest.raises(OtherVersionsError, match="to another place"):
+        opened("b")
+    assert closed == ["b"]
+    with pytest.raises(OtherVersionsError):
+        early.publish(model_at(1), 0)
+    early.close()
+    with opened("a") as one:
+        assert one.publish(model_at(1), 1).version == 2
+
+
+def test_what_is_no_version_is_skipped(tmp_path: Path) -> None:
+    where = tmp_path / "policy"
+    Store.open(where)
+    for name in ("weight_vlast", "old_000007", "weight_v"):
+        (where / "slime" / name).mkdir(parents=True, exist_ok=True)
+        (where / "slime" / name / "model.safetensors.index.json").write_text("{}")
+    with Publisher(where, also="slime", config=CONFIG) as policy:
+        assert policy.publish(model_at(0), 0).version == 1
+
+
+def test_a_publish_waits_for_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, gate = SlimeFolder.write, threading.Event()
+
+    def slow(folder: SlimeFolder, name: str) -> int:
+        if name.endswith("@1"):
+            gate.wait(0.5)
+        return write(folder, name)
+
+    monkeypatch.setattr(SlimeFolder, "write", slow)
+    where = (tmp_path / "remote").as_uri()
+    work = tmp_path / "work"
+    with Publisher(where, also="slime", work=work, config=CONFIG, keep_last=1) as policy:
+        policy.publish(model_at(0), 0)
+        pending = policy.publish_async(model_at(1), 1)
+        assert not pending.done()
+        assert policy.publish(model_at(2), 2).version == 3
+        assert pending.wait().version == 2

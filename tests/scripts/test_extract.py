@@ -288,7 +288,8 @@ def test_steps_as_they_are_exported(many: Many, tmp_path: Path) -> None:
         with CheckpointStore(again, "whole") as saves:
             saves.save(state, 0)
     with handle(store.path, "odd", weights="model") as saves:
-        saves.save(odd, 7, files={"training_": b"", "training/state.safetensors/b": b"y"})
+        files = {".part": b"p", "training_": b"", "training/state.safetensors/b": b"y"}
+        saves.save(odd, 7, files=files)
     assert list(store.path.glob("refs/*@keep"))
     with store.checkpoint("runs/one@1") as checkpoint:
         assert {"I16", "C128", "F8_E5M2", "I64"} <= {tensor.dtype for tensor in checkpoint}

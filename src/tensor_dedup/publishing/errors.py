@@ -1,7 +1,14 @@
-"""The errors about engines that are asked over HTTP to load a step."""
+"""The errors about versions of steps, and about engines that are asked over HTTP to load one."""
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
 from tensor_dedup.store.errors import AdvisedError
+
+
+class OtherVersionsError(AdvisedError):
+    """The place has versions in slime's format already, which are those of another run."""
+
+    exit_status = WRONG_USE
+    advice = "publish the run to another place, which it has for itself"
 
 
 class EngineUrlError(AdvisedError):

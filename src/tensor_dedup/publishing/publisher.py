@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -110,15 +111,16 @@ class Publisher:
                 policy.publish(model, step)
 
     An engine loads a step as the model `store://policy@STEP`. A step is stored as differences from
-    an anchor, a step that is stored by itself. So whoever needs a step reads the anchor and one set
-    of differences, however many steps there are.
+    an anchor, a step that is stored by itself. So a load of a step reads the anchor and one set of
+    differences, however many steps there are.
 
     What changed is found by comparing bytes, never by hooks or gradients. A tensor that did not
     change costs nothing, and one that any checkpoint of the store or remote has is not sent.
 
     A run has one writer. If another trainer opens the same run on a remote, from another `work`
-    folder, it becomes the writer, and continues with what is there. Safe from any thread; publishes
-    take turns.
+    folder, it becomes the writer, and continues with what is there. Trainers that share a `work`
+    folder, or publish to one folder of a store, are not told apart: end one before you start
+    another. Safe from any thread; publishes take turns.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class Publisher:
                 answer, refuses the credentials, or cannot be written to.
             NotARemoteError, NoConditionsError: The place cannot be a remote.
             OtherTierError: `work` was used for this run with another remote.
+            OtherVersionsError: With `also`, another run has its versions at `where`.
         """
         if also not in (None, "slime"):
             raise BadOptionError.of(BadOption.ALSO, f"where={str(where)!r}", f"also={also!r}")
@@ -199,16 +202,23 @@ class Publisher:
             drain=remote,
             direct=remote is not None,
         )
-        if remote is not None:
-            _restore(self.run, remote)
         self._slime: SlimeFolder | None = None
-        if also is not None:
-            place = Remote.open(store.path) if remote is None else remote
-            self._slime = SlimeFolder(place.bucket, store)
-            if (latest := self.run.latest()) is not None:
-                self._slime.resume(step_name(name, latest))
+        try:
+            if remote is not None:
+                _restore(self.run, remote)
+            if also is not None:
+                place = Remote.open(store.path) if remote is None else remote
+                self._slime = SlimeFolder(place.bucket, store, name)
+                if (latest := self.run.latest()) is not None:
+                    self._slime.resume(step_name(name, latest))
+        except BaseException:
+            with suppress(StoreError):
+                self.run.close()
+            raise
         # What follows a save, in the order of the saves.
         self._after = ThreadPoolExecutor(1, "tensor-dedup-publish")
+        # Held by a publish. A signal handler that publishes must get as far as the run's error.
+        self._turn = threading.RLock()
         self._pending: list[PendingPublish] = []
 
     def __repr__(self) -> str:
@@ -266,14 +276,17 @@ class Publisher:
             DrainError: The remote did not take the step. It is kept in `work`, and the next publish
                 sends it first.
             RunTakenError: Another trainer has become the writer of the run.
+            OtherVersionsError, StoreBusyError: With `also`, another run has its versions there, or
+                another trainer has written this version at the same time. The step is visible.
             NoSpaceError, StoreIOError: The disk failed.
             ChangedModelError: A write to the model was noticed.
         """
-        self._report()
-        began = self._begin()
-        weights, small = self._parts(model, files)
-        saved = self.run.save(weights, step, metrics, files=small)
-        return self._after.submit(self._finish, lambda: saved, began).result()
+        with self._turn:
+            self._prepare()
+            began = self._begin()
+            weights, small = self._parts(model, files)
+            saved = self.run.save(weights, step, metrics, files=small)
+            return self._after.submit(self._finish, lambda: saved, began).result()
 
     def publish_async(
         self,
@@ -293,16 +306,15 @@ class Publisher:
         The error of a publish is raised by `wait` of its result, or else by the next call of this
         method, `publish` or `close`. The errors are those of `publish`.
         """
-        self._report()
-        if self._slime is not None:
-            self._settle()  # it reads steps that the run might delete meanwhile
-        began = self._begin()
-        weights, small = self._parts(model, files)
-        saving = self.run.save_async(weights, step, metrics, files=small)
-        work = self._after.submit(self._finish, saving.wait, began)
-        pending = PendingPublish(saving.name, step, work)
-        self._pending.append(pending)
-        return pending
+        with self._turn:
+            self._prepare()
+            began = self._begin()
+            weights, small = self._parts(model, files)
+            saving = self.run.save_async(weights, step, metrics, files=small)
+            work = self._after.submit(self._finish, saving.wait, began)
+            pending = PendingPublish(saving.name, step, work)
+            self._pending.append(pending)
+            return pending
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> "Hook":
         """Make `optimizer` wait, before each step, for the copies that `publish_async` makes.
@@ -310,6 +322,11 @@ class Publisher:
         The method `remove` of the result undoes that.
         """
         return self.run.hook(optimizer)
+
+    def _prepare(self) -> None:
+        self._report()
+        if self._slime is not None:
+            self._settle()  # it reads steps that the run might delete meanwhile
 
     def _settle(self) -> None:
         """Wait until what was begun in the background has ended, successfully or not."""
@@ -341,8 +358,8 @@ class Publisher:
     def _finish(self, wait: Callable[[], Saved], began: _Began) -> Published:
         """Wait until a step is saved and visible, and say what it cost."""
         saved = wait()
-        version = 0 if self._slime is None else self._slime.write(saved.name)
         self.run.drain(step=saved.step)
+        version = 0 if self._slime is None else self._slime.write(saved.name)
         now = self._begin()
         return Published(
             name=saved.name,

@@ -8,10 +8,11 @@
         model.safetensors.index.json        which version it is, and from which it differs
 
 Versions are counted from 1 without gaps, whatever the numbers of the steps. Version 0 is what the
-engine was started with. The index is written last.
+engine was started with. The index is written last, and never replaced.
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,7 +25,9 @@ import zstandard
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
+from tensor_dedup.publishing.errors import OtherVersionsError
 from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.store import LocalStore
@@ -34,8 +37,10 @@ _INDEX: Final = "model.safetensors.index.json"
 _FILE: Final = "model-00000-of-00001.safetensors"
 _LEVEL: Final = 1
 _INDEX_BYTES: Final = 64 << 20
-# Where the step is noted that a version was made of, beside the fields that slime defines.
+# Where the step is noted that a version was made of, and its run, beside slime's own fields.
 _STEP: Final = "tensor_dedup_manifest"
+_RUN: Final = "tensor_dedup_run"
+_INDEX_KEY: Final = re.compile(f"{_FOLDER}weight_v([0-9]{{6,}})/{re.escape(_INDEX)}")
 _CHUNK_BYTES: Final = 8 << 20
 
 
@@ -45,16 +50,32 @@ class SlimeFolder:
     The step of the last version stays open, because the next one is compared with it.
     """
 
-    def __init__(self, bucket: Bucket, store: LocalStore) -> None:
-        """Continue the versions in `bucket`. `store` has the last steps of the run."""
-        self._bucket, self._store = bucket, store
+    def __init__(self, bucket: Bucket, store: LocalStore, run: str) -> None:
+        """Continue the versions of `run` in `bucket`. `store` has the last steps of the run.
+
+        Raises:
+            OtherVersionsError: The versions there are those of another run.
+        """
+        self._bucket, self._store, self._run = bucket, store, run
         self._before: StoredCheckpoint | None = None
         self.version = self._last_version()
 
     def _last_version(self) -> int:
-        keys = (status.key.split("/") for status in self._bucket.list(_FOLDER))
-        complete = [key[1] for key in keys if len(key) == 3 and key[2] == _INDEX]
-        return max((int(name.removeprefix("weight_v")) for name in complete), default=0)
+        """The number of the last complete version, or 0."""
+        keys = (status.key for status in self._bucket.list(_FOLDER))
+        complete = (match[1] for match in map(_INDEX_KEY.fullmatch, keys) if match)
+        last = max(map(int, complete), default=0)
+        if (run := self._noted(last).get(_RUN, self._run)) != self._run:
+            what = f"the versions there are those of the run {run!r}, not of {self._run!r}"
+            raise OtherVersionsError.at(self._bucket.at(_FOLDER), what, run=self._run, other=run)
+        return last
+
+    def _noted(self, version: int) -> dict[str, str]:
+        """What the index of a version says of it; nothing if there is none, or a damaged one."""
+        with suppress(ValueError, KeyError, TypeError):
+            found = self._bucket.get(_index_key(version), _INDEX_BYTES)
+            return {} if found is None else dict(json.loads(found[0])["metadata"])
+        return {}
 
     def close(self) -> None:
         """Close the step of the last version."""
@@ -64,10 +85,10 @@ class SlimeFolder:
 
     def resume(self, name: str) -> None:
         """Compare the next version with the step `name`, if the last version was made of it."""
-        with suppress(StoreError, ValueError, KeyError, TypeError):
-            found = self._bucket.get(f"{_of_version(self.version)}{_INDEX}", _INDEX_BYTES)
+        with suppress(StoreError):
+            made_of = self._noted(self.version).get(_STEP)
             step = self._store.checkpoint(name)
-            if found is not None and json.loads(found[0])["metadata"][_STEP] == step.manifest:
+            if made_of == step.manifest:
                 self._before = step
             else:
                 step.close()
@@ -75,9 +96,16 @@ class SlimeFolder:
     def write(self, name: str) -> int:
         """Write the step `name` as the next version, and return its number.
 
+        If another trainer has written versions meanwhile, a whole version follows theirs.
+
         Raises:
+            OtherVersionsError: The versions there are those of another run.
+            StoreBusyError: Another trainer has written this version at the same time.
             StoreError: The store or the place of the versions failed.
         """
+        if self._bucket.head(_index_key(self.version + 1)) is not None:
+            self.close()
+            self.version = self._last_version()
         step = self._store.checkpoint(name)
         try:
             if self._before is None or not _fit(self._before, step):
@@ -104,7 +132,7 @@ class SlimeFolder:
             for path in files:
                 self._bucket.put(f"{self._next}{path.relative_to(target)}", _chunks(path))
             tensors = [each.name for each in _weights(self._store, name)]
-        self._put_index({"format": "pt", _STEP: manifest}, tensors, "model.safetensors")
+        self._put_index({"format": "pt"}, manifest, tensors, "model.safetensors")
 
     def _write_changes(self, before: StoredCheckpoint, step: StoredCheckpoint) -> None:
         blobs: dict[str, bytes] = {}
@@ -120,17 +148,29 @@ class SlimeFolder:
             "delta_encoding": "xor",
             "compression_format": "zstd",
             "checksum_format": "xxh3-128",
-            _STEP: step.manifest,
         }
-        self._put_index(metadata, list(blobs), _FILE)
+        self._put_index(metadata, step.manifest, list(blobs), _FILE)
 
-    def _put_index(self, metadata: dict[str, str], names: list[str], file: str) -> None:
-        index = {"metadata": metadata, "weight_map": dict.fromkeys(names, file)}
-        self._bucket.put(f"{self._next}{_INDEX}", [memoryview(json.dumps(index).encode())])
+    def _put_index(
+        self, metadata: dict[str, str], manifest: str, names: list[str], file: str
+    ) -> None:
+        noted = {**metadata, _STEP: manifest, _RUN: self._run}
+        text = json.dumps({"metadata": noted, "weight_map": dict.fromkeys(names, file)}).encode()
+        key = _index_key(self.version + 1)
+        if self._bucket.put_if(key, text, None):
+            return
+        found = self._bucket.get(key, _INDEX_BYTES)  # it may be ours, and the answer was lost
+        if found is None or found[0] != text:
+            what = "another trainer has written this version at the same time"
+            raise StoreBusyError.at(self._bucket.at(key), what, run=self._run)
 
 
 def _of_version(version: int) -> str:
     return f"{_FOLDER}weight_v{version:06d}/"
+
+
+def _index_key(version: int) -> str:
+    return f"{_of_version(version)}{_INDEX}"
 
 
 def _tensors(step: StoredCheckpoint) -> list[StoredTensor]:
