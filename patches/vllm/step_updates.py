@@ -31,6 +31,8 @@ _POLL_S: Final = 0.02
 _LOOKS_S: Final = 1.0
 # On an engine: between start_weight_update and finish_weight_update of the caller's own.
 _STARTED: Final = "_tensor_dedup_update_started"
+# On an engine: the loader's configuration as it was before the first update.
+_BEGUN: Final = "_tensor_dedup_begun_with"
 # On an engine: the lock of updates.
 _TURN: Final = "_tensor_dedup_update_turn"
 
@@ -69,7 +71,7 @@ def patch_offline(module: ModuleType) -> None:
         vllm_config = self.llm_engine.vllm_config
         if not follows_steps(vllm_config):
             return update(self, request)
-        info = {"update_info": _fetched(vllm_config, update_info_of(request))}
+        info = {"update_info": _fetched(self, vllm_config, update_info_of(request))}
         # Nothing is answered while the caller is here, so nothing has to be prepared.
         whole = not getattr(self, _STARTED, False)
         try:
@@ -101,7 +103,9 @@ def patch_async(module: ModuleType) -> None:
         if not follows_steps(self.vllm_config):
             return await update(self, request)
         async with vars(self).setdefault(_TURN, asyncio.Lock()):
-            wanted = await asyncio.to_thread(_fetched, self.vllm_config, update_info_of(request))
+            wanted = await asyncio.to_thread(
+                _fetched, self, self.vllm_config, update_info_of(request)
+            )
             await _change(self, {"update_info": wanted})
         return None
 
@@ -188,21 +192,25 @@ def update_info_of(request: object) -> dict[str, Any]:
     return dict(found)
 
 
-def _fetched(vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
+def _fetched(engine: Any, vllm_config: Any, update_info: dict[str, Any]) -> dict[str, Any]:
     """Pull the step that is asked for, and return `update_info` with its URL alone.
 
-    What "latest" means is found out here, once for all workers of the engine.
+    What "latest" means, and of which run, is found out here, once for all workers of the engine. A
+    step without a URL is one of the run that the engine was started with.
     """
     from tensor_dedup.patches.vllm.weight_transfer import StepUpdateInfo, step_url
     from tensor_dedup.publishing.subscriber import fetch_step
 
+    # In a worker's configuration, which may be this one, a change to another run is noted.
+    extra: Mapping[str, Any] = vars(engine).setdefault(
+        _BEGUN, vllm_config.load_config.model_loader_extra_config
+    )
     try:
         if odd := update_info.keys() - {"step", "url"}:
             raise ValueError(f'it has no {min(odd)!r}; give either "step" or "url"')
         asked = StepUpdateInfo(**update_info)
     except ValueError as error:
         raise ConfigError(f"update_weights: {error}", value=repr(update_info)) from error
-    extra: Mapping[str, Any] = vllm_config.load_config.model_loader_extra_config
     url = asked.url if asked.url is not None else step_url(extra, asked.step)
     config, _ = split(extra[KEY])
     # Another checkpoint than a step is pulled by the first worker that needs it.

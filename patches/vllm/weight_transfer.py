@@ -42,6 +42,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tensor_dedup.errors import ConfigError, TensorDedupError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
+from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import release_memory
 from tensor_dedup.loader.takeover import Takeover
 from tensor_dedup.memory_manager.client import AUTO
@@ -365,7 +366,12 @@ class Preparation:
         self._builds.put((build, built))
         if self._cancelled:
             self._refuse()
-        return built.result(_BUILT_WITHIN_S)  # or the engine has gone, and with it who asks
+        try:
+            return built.result(_BUILT_WITHIN_S)
+        except TimeoutError:
+            if built.cancel():  # the engine has gone, and with it who asks
+                raise
+            return built.result()  # it is being built
 
     def cancel(self) -> None:
         """Give the load up: its thread ends by itself, and drops what it has loaded."""
@@ -457,9 +463,9 @@ def load_beside(
     loader: Any = get_model_loader(other.load_config)
     loader.build_elsewhere = build_elsewhere
     try:
-        # For the whole process; what the engine's thread does meanwhile does not look at it, or
-        # finds there what it would set.
-        with set_current_vllm_config(other):
+        # For the whole process: no other load may be under way. What the engine's thread does
+        # meanwhile does not look at it, or finds there what it would set.
+        with LOAD_LOCK, set_current_vllm_config(other):
             made: nn.Module = loader.load_model(vllm_config=other, model_config=other.model_config)
             return LoadedStep(checkout, made)
     finally:

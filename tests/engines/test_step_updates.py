@@ -407,6 +407,18 @@ def test_after_a_step_that_failed_another_needs_one_call(store: Path, llm: "LLM"
     assert _seen(llm) == _fresh(store, 1, cpu_weights="plain")
 
 
+def test_a_step_without_a_url_is_of_the_run_that_was_loaded(store: Path, llm: "LLM") -> None:
+    pair = checkpoints.make("llama", store.parent / "checkpoints")
+    with CheckpointStore(store, "another", config=pair.base) as run:
+        for number, folder in enumerate((pair.fine_tune, pair.base)):
+            run.save(checkpoints.tensors(folder), number)
+    at_1 = _fresh(store, 1, cpu_weights="plain")
+    llm.update_weights({"url": "store://another@0"})
+    assert _seen(llm) == _fresh(store, 2, cpu_weights="plain")
+    llm.update_weights({"step": 1})
+    assert _seen(llm) == at_1
+
+
 @pytest.mark.parametrize(
     "request_", [{}, {"step": 1, "url": "store://policy@1"}, {"stap": 1}, {"url": "policy@1"}, 7]
 )
