@@ -1,6 +1,7 @@
 """RUN@latest: the step that was saved last, of the remote if there is one, else of the store."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from tensor_dedup import Store, TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.publishing.subscriber import fetch_step
-from tensor_dedup.remote import Remote, on_demand
+from tensor_dedup.remote import Remote, latest, layout, on_demand
+from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.errors import (
     NotARemoteError,
+    RemoteBusyError,
     RemoteNameTakenError,
     RemoteUnreachableError,
     UnknownRemoteNameError,
@@ -193,6 +196,100 @@ def test_a_step_that_is_deleted_when_a_later_one_has_come_is_not_missed(
     monkeypatch.setattr(FolderBucket, "list", listing)
     assert fetch(here, there, "policy") == "policy@11"
     assert done
+
+
+@pytest.mark.parametrize("let_go", [(), (4, 10)], ids=["older steps stay", "none stays"])
+def test_a_step_that_is_deleted_while_steps_are_listed_is_not_replaced_by_an_older_one(
+    there: str,
+    here: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    let_go: tuple[int, ...],
+) -> None:
+    full, remote = Store.open(tmp_path / "full"), Remote.open(there)
+    for step in let_go:
+        remote.delete(f"policy@{step}")
+    original, listed = FolderBucket.list, list[list[str]]()
+
+    def listing(self: FolderBucket, prefix: str) -> Iterator[ObjectStatus]:
+        """A listing in two pages; step 11, which is on the first, comes after that was read."""
+        first = [each for each in original(self, prefix) if each.key < "refs/policy@6"]
+        if not listed:
+            save(full, "policy", 11)
+            full.push(there, "policy@11")
+            Remote.open(there).delete("policy@6")
+        second = [each for each in original(self, prefix) if each.key >= "refs/policy@6"]
+        listed.append([each.key for each in first + second])
+        yield from first + second
+
+    monkeypatch.setattr(FolderBucket, "list", listing)
+    assert latest_name(here, "policy@latest", there) == "policy@11"
+    assert "refs/policy@11" not in listed[0]
+    assert len(listed) == 2
+    assert latest_name(here, "policy@latest", there) == "policy@11"
+    assert len(listed) == 3  # one is enough where no name was deleted
+    remote.delete("policy@11")
+    if not let_go:
+        assert latest_name(here, "policy@latest", there) == "policy@10"
+        assert len(listed) == 5
+
+
+def test_steps_that_are_deleted_in_each_listing_are_an_error_of_a_busy_remote(
+    there: str, here: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, deleted = FolderBucket.list, list[ObjectStatus]()
+
+    def listing(self: FolderBucket, prefix: str) -> Iterator[ObjectStatus]:
+        key, size = f"{prefix}{20 + len(deleted)}", len(layout.reference("policy@20", None))
+        deleted.append(ObjectStatus(key, size, "tag", 0.0))
+        return iter([*original(self, prefix), *deleted])
+
+    monkeypatch.setattr(FolderBucket, "list", listing)
+    with pytest.raises(RemoteBusyError, match="change while they are listed"):
+        latest_name(here, "policy@latest", there)
+    assert len(deleted) > 2
+
+
+def test_what_is_listed_and_remembered_is_what_the_run_has(
+    tmp_path: Path, there: str, here: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, remote = Store.open(tmp_path / "full"), Remote.open(there)
+    save(full, "policy-b", 1, 2)
+    save(full, "other", 1)
+    for run in ("policy-b", "other"):
+        full.push(there, run)
+    assert latest_name(here, "policy@latest", there) == "policy@6"
+    memory = latest._memory(there, "policy")
+    assert {*memory.refs} == {"policy@4", "policy@10", "policy@6"}
+    assert len(memory.manifests) == 3
+    for step in (10, 6):
+        remote.delete(f"policy@{step}")
+    original, heads = FolderBucket.head, list[str]()
+
+    def head(self: FolderBucket, key: str) -> ObjectStatus | None:
+        heads.append(key)
+        return original(self, key)
+
+    monkeypatch.setattr(FolderBucket, "head", head)
+    assert latest_name(here, "policy@latest", there) == "policy@4"
+    assert {*heads} == {"refs/policy@4", "refs/policy@10", "refs/policy@6"}
+    assert {*memory.refs} == {"policy@4"}
+    assert len(memory.manifests) == 1
+
+
+def test_a_server_lists_the_names_of_one_run() -> None:
+    with remotes.s3():
+        bucket = Remote.open("s3://bucket/policy").bucket
+        keys = [f"refs/{name}" for name in ("a@1", "run", "run@1", "run@10", "run@@", "runs@1")]
+        for key in keys:
+            bucket.put(key, [memoryview(b"text")])
+        assert [each.key for each in bucket.list("refs/")] == sorted(keys)
+        assert [each.key for each in bucket.list("refs/run@")] == [
+            "refs/run@1",
+            "refs/run@10",
+            "refs/run@@",
+        ]
+        assert [*bucket.list("refs/b@")] == []
 
 
 def test_who_follows_a_run_reads_of_each_step_what_is_new(tmp_path: Path) -> None:

@@ -197,7 +197,11 @@ class Bucket(ABC):
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
-        """Iterate over the statuses of all objects in the folder `prefix`, as in `refs/`."""
+        """Iterate over the statuses of all objects whose keys begin with `prefix`.
+
+        `prefix` is a folder, as in `refs/`, or a folder and the beginning of names in it, as in
+        `refs/run@`. The listing is not a snapshot: objects may change while it is read.
+        """
 
     @abstractmethod
     def delete(self, key: str) -> None:

@@ -168,10 +168,12 @@ class FolderBucket(Bucket):
 
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
-        folder = prefix.rstrip("/")
+        folder, _, beginning = prefix.rpartition("/")
         with os_errors(self._root / folder):
             names = self._files.listdir(self._root / folder)
         for name in names:
+            if not name.startswith(beginning):
+                continue
             key = f"{folder}/{name}"
             with os_errors(self._root / key):
                 status = self._files.status(self._root / key)

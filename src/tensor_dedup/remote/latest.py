@@ -100,8 +100,10 @@ def find_step(
                 raise UnknownRemoteNameError.at(remote.url, what, name=name, run=run, step=step)
             return name, manifest
         here = None if store is None else partial(manifest_here, store.handle.objects)
-        steps = RemoteSteps(remote.bucket, run, memory=_memory(remote.url, run), here=here)
-        content = _settled(remote, steps)
+        memory = _memory(remote.url, run)
+        steps = RemoteSteps(remote.bucket, run, memory=memory, here=here)
+        content = _settled(remote, steps, memory)
+        memory.forget_others(content)
         if named and run + LATEST in content.refs.others:
             return run + LATEST, None
         if not content.places:
@@ -109,22 +111,35 @@ def find_step(
             is_name = find_ref(remote.bucket, run) is not None
             what = f"no step of a run {run!r}{', which is a checkpoint' if is_name else ''}"
             raise UnknownRemoteNameError.at(remote.url, what, name=run, run=run)
-        last = in_save_order(content.places)[-1]
+        last = _last(content)
         return step_name(run, last), content.places[last].manifest
 
 
-def _settled(remote: Remote, steps: RemoteSteps) -> RunContent:
-    """Return the names of a run as they were at one time.
+def _settled(remote: Remote, steps: RemoteSteps, memory: StepMemory) -> RunContent:
+    """Return steps of a run of which the last was the latest one at some time during this call.
 
-    Where a step was deleted since it was listed, a later one may have come before that.
+    A listing is no snapshot: where it finds a step deleted, a later one may have come after its
+    place was listed. So one listing is enough only if it finds no other names deleted than one
+    that ended before, be it in an earlier call. Else, the last step is taken that came during this
+    call, as steps come in the order of saving.
+
+    Raises:
+        RemoteBusyError: Steps were deleted during each of several listings.
     """
-    before = None
+    listed: RunContent | None = None
     for _ in range(ATTEMPTS):
+        before = memory.gone  # now: another thread's listing may end during this one
         content = steps.content()
-        if not content.refs.gone or content.refs.gone == before:
+        if content.refs.gone == before:
             return content
-        before = content.refs.gone
+        if listed is not None and content.places and _last(content) not in listed.places:
+            return content
+        listed = content
     raise RemoteBusyError.at(remote.url, "the steps of the run change while they are listed")
+
+
+def _last(content: RunContent) -> int:
+    return in_save_order(content.places)[-1]
 
 
 @lru_cache(maxsize=64)

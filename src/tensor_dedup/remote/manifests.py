@@ -75,13 +75,26 @@ def list_refs(
     reference of the same size may be left out, too. If the remote is a folder, `thorough` prevents
     this: references of this size are then read.
     """
+    return list_all_refs(bucket, run, thorough=thorough)[0]
+
+
+def list_all_refs(
+    bucket: Bucket, run: str | None = None, *, thorough: bool = False
+) -> tuple[dict[str, ObjectStatus], dict[str, ObjectStatus]]:
+    """Return what `list_refs` does, and the names that were deleted, with their references.
+
+    Only the names of the run `run` are listed, if there is one.
+    """
     found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
-    for status in bucket.list(layout.REFS):
+    for status in bucket.list(layout.REFS if run is None else f"{layout.ref_key(run)}@"):
         name = layout.name_of_ref(status.key)
-        if name is not None and (run is None or name.startswith(f"{run}@")):
+        if name is not None:
             is_short = status.size == len(layout.reference(name, None))
             (deleted if is_short else found)[name] = status
-    return dict(sorted([*found.items(), *_damaged(bucket, deleted, thorough and bucket.is_local)]))
+    for name, status in [*_damaged(bucket, deleted, thorough and bucket.is_local)]:
+        found[name] = status
+        del deleted[name]
+    return dict(sorted(found.items())), deleted
 
 
 def _damaged(

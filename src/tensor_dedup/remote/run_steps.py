@@ -1,13 +1,14 @@
 """The steps of one run on a remote, and the order in which they were saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Final
 
 from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.errors import DamagedRemoteError, MissingRemoteError
-from tensor_dedup.remote.manifests import list_refs, read_content
+from tensor_dedup.remote.manifests import list_all_refs, read_content
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.steps.notes import Notes, content_name
@@ -52,14 +53,15 @@ class RunRefs:
 
     * `steps` maps step numbers to references. `kept` has the numbers of kept steps.
     * `others` has names that begin with `RUN@` and are neither a step nor a mark.
-    * `gone` has the names that were deleted since they were listed. There may be later steps than
-      those in `steps` then.
+    * `gone` stands for the deleted names and their references: if it is the same for two listings,
+      no name was deleted between the beginning of the first and the end of the second. If one was,
+      there may be later steps than those in `steps`, which came after their place was listed.
     """
 
     steps: dict[int, StepRef]
     kept: set[int]
     others: set[str]
-    gone: set[str]
+    gone: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,29 @@ class RunContent:
     taken: set[int]
 
 
-@dataclass(frozen=True, slots=True)
+def _gone(deleted: Iterable[str | ObjectStatus]) -> bytes:
+    """Return a digest: there are as many deleted names as a run ever had steps."""
+    return sha256("\n".join(sorted(map(repr, deleted))).encode()).digest()
+
+
+@dataclass(slots=True)
 class StepMemory:
-    """What was read of the steps of a run. It may be used again for the same remote."""
+    """What was read of the steps of a run. It may be used again for the same remote.
+
+    `gone` is that of the last listing that ended.
+    """
 
     # Manifests never change. A reference is read again when it is listed with another state.
     manifests: dict[str, DescribedStep] = field(default_factory=dict)
     refs: dict[str, tuple[ObjectStatus, StepRef | None]] = field(default_factory=dict)
+    gone: bytes = _gone([])
+
+    def forget_others(self, content: "RunContent") -> None:
+        """Drop the manifests that no step in `content` has; they are read again if need be."""
+        used = {ref.state for ref in content.refs.steps.values()}
+        for manifest in [*self.manifests]:
+            if manifest not in used:
+                self.manifests.pop(manifest, None)
 
 
 class RemoteSteps:
@@ -132,20 +150,25 @@ class RemoteSteps:
 
         Whether a manifest could be read, `known` says.
         """
-        listed = list_refs(self._bucket, self._run)
+        listed, deleted = list_all_refs(self._bucket, self._run)
         parsed = {name: step for name in listed if (step := parse_step_name(name)) is not None}
         found = {name: listed[name] for name, step in parsed.items() if step.run == self._run}
-        refs = self._memory.refs
-        new = [n for n, status in found.items() if n not in refs or refs[n][0] != status]
+        before = self._memory.refs
+        refs = {n: before[n] for n in found.keys() & before.keys() if before[n][0] == found[n]}
+        new = [name for name in found if name not in refs]
         read = self._bucket.each(lambda name: self.ref(name, found[name].modified), new)
         for name, ref in zip(new, read, strict=True):
             refs[name] = (found[name], ref)
-        result = RunRefs({}, set(), {*listed} - {*parsed}, set())
+        since = [name for name in found if refs[name][1] is None]
+        # Replaced as a whole: other threads may use what was there.
+        gone = _gone([*deleted.values(), *since])
+        self._memory.refs, self._memory.gone = refs, gone
+        result = RunRefs({}, set(), {*listed} - {*parsed}, gone)
         for name in found:
             ref = refs[name][1]
             if ref is None:
-                result.gone.add(name)
-            elif parsed[name].kept:
+                continue
+            if parsed[name].kept:
                 result.kept.add(parsed[name].step)
             else:
                 result.steps[parsed[name].step] = ref

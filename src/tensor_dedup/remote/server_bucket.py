@@ -263,10 +263,14 @@ class ServerBucket(Bucket):
 
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
+        # obstore lists folders only. What comes before the beginning of a name is not sent; what
+        # comes behind it is, as some servers list in no order.
+        folder, _, beginning = prefix.rpartition("/")
+        offset = prefix if beginning else None
         with self._translated(prefix):
-            for batch in obstore.list(self._store, prefix, chunk_size=1000):
+            for batch in obstore.list(self._store, f"{folder}/", offset=offset, chunk_size=1000):
                 self.traffic.add()
-                yield from map(status_of, batch)
+                yield from (each for each in map(status_of, batch) if each.key.startswith(prefix))
 
     def delete(self, key: str) -> None:
         # docstring inherited
