@@ -439,6 +439,27 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
         versions=RECENT,
     ),
     *(
+        VllmSeam(target, "versions", how, signature, optional=True, versions=RECENT)
+        for target, how, signature in (
+            (
+                "vllm.v1.core.sched.scheduler:Scheduler.reset_encoder_cache",
+                "called after a change of the weights: outputs of encoders are of the old ones; "
+                "what requests under way need is encoded again",
+                "(self)",
+            ),
+            (
+                "vllm.v1.executor.abstract:Executor.reset_encoder_cache",
+                "called then, too: the workers hold the outputs",
+                "(self)",
+            ),
+            (
+                "vllm.v1.core.encoder_cache_manager:EncoderCacheManager.check_and_update_cache",
+                "relied on: looks outputs up in `cached` of its objects",
+                "(self, request, input_id)",
+            ),
+        )
+    ),
+    *(
         VllmSeam(target, "steps", how, signature, optional=True, versions=RECENT)
         for target, how, signature in (
             (

@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _WEIGHTS: Final = "_tensor_dedup_weights"  # of an engine core
 _SALT: Final = "_tensor_dedup_salt"  # of a request: what its last blocks were hashed with
 _GIVEN: Final = "_tensor_dedup_cache_salt"  # of a request: the salt that its client gave
+_OWN: Final = "_tensor_dedup_own_salt"  # of a request: no other one has blocks with it
 _UNNAMED: Final = "default"  # what vLLM calls a version that nobody has set
 _CLASS: Final = "EngineCore"
 # A function that an engine core gets: its clients call it by name, as they call its methods.
@@ -177,15 +178,26 @@ class BlockHasher:
     def __call__(self, request: Any) -> Any:
         """Return the hashes of the full blocks of `request` that have none yet."""
         salt, hasher = self._current
-        if self.marks_requests and salt is not None and not request.block_hashes:
+        own: str | None = getattr(request, _OWN, None)
+        if self.marks_requests and salt is not None and (own or not request.block_hashes):
             given = vars(request).setdefault(_GIVEN, request.cache_salt)
-            request.cache_salt = ":".join(filter(None, (salt, given)))
+            request.cache_salt = ":".join(filter(None, (salt, own, given)))
         setattr(request, _SALT, salt)
+        if own is not None:
+            hasher = self._hasher(functools.partial(_salted, self._hash, f"{salt}:{own}"))
         return hasher(request)
 
     def hash_again(self, request: Any) -> None:
-        """Hash those blocks of `request` again whose content was not computed yet."""
-        del request.block_hashes[request.num_computed_tokens // self.block :]
+        """Hash those blocks of `request` again whose content was not computed yet.
+
+        A block that was computed in part gets a hash that no other request has, and so do those
+        after it. Tokens of the step under way count as computed.
+        """
+        computed = request.num_computed_tokens
+        # A block without a hash, of tokens that are only proposed yet, may be computed again.
+        kept = min(computed // self.block, len(request.block_hashes))
+        del request.block_hashes[kept:]
+        setattr(request, _OWN, secrets.token_hex(16) if computed > kept * self.block else None)
         request.update_block_hashes()
 
 
@@ -239,6 +251,8 @@ class EngineWeights:
             self.forget()
             return
         if None in states:  # loaded by somebody else
+            if self._states is not None or self._salt is not None:  # in place of what was known
+                self.forget()
             return
         if not all(isinstance(each, tuple) and len(each) == 2 for each in states):
             self.forget()  # after a failure, the answers of an earlier call may still be under way
@@ -299,6 +313,7 @@ class EngineWeights:
 
     def _change(self) -> None:
         self._nameless, self._weights = False, None
+        self._drop_encoder_outputs()
         if self._core._weight_version == self._named:  # and not by the user
             self._name(self.checkpoint)
         if not self._salting:
@@ -313,6 +328,25 @@ class EngineWeights:
         self._put_salt(hasher)
         for request in list(self._core.scheduler.requests.values()):
             hasher.hash_again(request)
+
+    def _drop_encoder_outputs(self) -> None:
+        """Let no output of an encoder, as of an image, be used with other weights than its own.
+
+        The scheduler has those encoded again that a request under way still needs.
+        """
+        scheduler = getattr(self._core, "scheduler", None)
+        if scheduler is None:  # the model has just been loaded
+            return
+        # One without `cached` never gives an output to a second request.
+        if not getattr(scheduler.encoder_cache_manager, "cached", None):
+            return
+        scheduler.reset_encoder_cache()
+        if self._states is None:  # the workers may not answer; they are asked for none of those
+            return
+        try:
+            self._core.model_executor.reset_encoder_cache()
+        except Exception as error:  # noqa: BLE001 (as in `refresh`)
+            _log.warning("the workers keep outputs of encoders for now: %s", str(error))
 
     def _put_salt(self, hasher: BlockHasher) -> None:
         assert self._salt is not None

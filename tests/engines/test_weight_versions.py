@@ -294,6 +294,81 @@ def test_blocks_of_a_request_that_outlives_its_weights_are_of_no_single_version(
     assert not {*mixed.block_hashes[1:]} & {*a, *b}
 
 
+def test_a_block_of_two_versions_has_a_hash_that_no_other_request_has(
+    base: Path, other: Path, engines: Open
+) -> None:
+    """Also where it is the first block, and so no earlier one tells the versions apart."""
+    from vllm import SamplingParams
+
+    llm = engines(base, tensor_dedup=PLAIN)
+    params = SamplingParams(temperature=0, max_tokens=BLOCK, ignore_eos=True, detokenize=False)
+    prompt = PROMPT[: BLOCK // 2]
+    llm.llm_engine.add_request("runs", {"prompt_token_ids": prompt}, params)
+    for _ in range(4):
+        llm.llm_engine.step()
+    (request,) = core_of(llm).scheduler.requests.values()
+    assert 0 < request.num_computed_tokens < BLOCK
+    shared.reload(llm, other)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+    assert len(request.block_hashes) == 1
+    assert ask(llm, [*request.all_token_ids, 5, 6])[0] == 0
+
+
+def test_a_block_that_is_computed_again_with_new_weights_is_of_two_versions() -> None:
+    """Its tokens were only proposed when the weights changed, so it had no hash."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.request import Request
+
+    kv_cache_utils.init_none_hash(sha256)
+    hasher = BlockHasher(kv_cache_utils.get_request_block_hasher, BLOCK, sha256)
+    hasher.salt = "a"
+
+    def request(tokens: list[int]) -> Request:
+        return Request("one", tokens, SamplingParams(), None, block_hasher=hasher)
+
+    short = request(PROMPT[: BLOCK - 1])
+    short.num_computed_tokens = BLOCK + 2  # with what was proposed
+    hasher.salt = "b"
+    hasher.hash_again(short)
+    short.append_output_token_ids(PROMPT[BLOCK - 1])
+    assert len(short.block_hashes) == 1
+    assert short.block_hashes[0] != request(PROMPT[:BLOCK]).block_hashes[0]
+
+
+def test_no_output_of_an_encoder_outlives_the_weights(
+    base: Path, other: Path, engines: Open
+) -> None:
+    llm = engines(base, tensor_dedup=PLAIN)
+    ask(llm)
+    core = core_of(llm)
+    manager = core.scheduler.encoder_cache_manager
+    outputs = core.model_executor.driver_worker.worker.model_runner.encoder_cache
+    manager.cached["image"], outputs["image"] = set(), object()
+    llm.collective_rpc("get_model_inspection")
+    assert "image" in manager.cached
+    assert "image" in outputs
+    shared.reload(llm, other)
+    assert "image" not in manager.cached
+    assert "image" not in outputs
+
+
+def test_of_weights_that_somebody_else_has_loaded_nothing_is_known(
+    base: Path, engines: Open
+) -> None:
+    llm = engines(base, tensor_dedup=PLAIN)
+    ask(llm)
+    weights: EngineWeights = vars(core_of(llm))["_tensor_dedup_weights"]
+    salt = core_of(llm).request_block_hasher.salt
+    assert llm.get_weight_version() != "default"
+    with mock.patch.object(weights, "_ask", return_value=[None]):
+        weights.refresh()
+        assert llm.get_weight_version() == "default"
+    assert core_of(llm).request_block_hasher.salt not in (None, salt)
+
+
 def test_a_connector_with_names_of_its_own_gets_the_salt_with_the_request() -> None:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
