@@ -36,7 +36,7 @@ class TensorDedupError(Exception):
 
     * `WRONG_DATA` for bad data;
     * `WRONG_USE` if another command line or an installation would help;
-    * `NOBODY_THERE` if a memory manager or remote does not answer.
+    * `NOBODY_THERE` if a memory manager, remote or engine does not answer.
     """
 
     exit_status: ClassVar[int] = WRONG_DATA

@@ -87,6 +87,8 @@ class Host:
         with (
             mock.patch.object(subscriber, "remote_url", return_value=remote),
             mock.patch.object(LocalStore, "open", return_value=opened),
+            # There is nothing to let go of, and a thread would use the disk at any time.
+            mock.patch.object(subscriber, "_let_go_later"),
         ):
             self.llm.update_weights({"step": 1})
 

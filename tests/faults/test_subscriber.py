@@ -16,12 +16,12 @@ import pytest
 from numpy.typing import NDArray
 
 from remote_runs.remotes import FAULTS, Faulty, Killed, MemoryBucket
+from remote_runs.subscribers import fetch
 from store_runs.disk_faults import NEEDS_SPACE, Crash, Faults, FaultyFiles, Loss, some_changes
 from store_runs.stores import KIB, open_store, tuned, weights
 from store_runs.stores import tmp_path as tmp_path
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
-from tensor_dedup.publishing.subscriber import fetch
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.latest import _memory
 from tensor_dedup.store.errors import NoSpaceError

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,8 +22,18 @@ from processes import commands
 from remote_runs import remotes
 from store_runs.stores import open_store
 from tensor_dedup import Store
+from tensor_dedup.publishing import follower as follower_module
 from tensor_dedup.publishing.engine_server import EngineServer
 from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
+from tensor_dedup.publishing.follower import (
+    Event,
+    FetchedEvent,
+    Follower,
+    FreedEvent,
+    LoadedEvent,
+)
+from tensor_dedup.publishing.subscriber import NewStep, fetch
+from tensor_dedup.remote import Remote
 from tensor_dedup.training import CheckpointStore
 
 PATIENCE_S = 60.0
@@ -93,6 +105,7 @@ class Following:
     """`tensor-dedup follow` in a process of its own."""
 
     def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        self.freed = 0
         command = [sys.executable, "-m", "tensor_dedup", "follow", *arguments]
         self.process = subprocess.Popen(
             [*command, "--every", "0.1"],
@@ -103,8 +116,11 @@ class Following:
         )
 
     def line(self) -> str:
+        """The next line, but for what earlier steps have freed, which comes at any time."""
         assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        while " freed" in (line := self.process.stdout.readline()) or '"freed"' in line:
+            self.freed += 1
+        return line
 
     def trouble(self) -> str:
         assert self.process.stderr is not None
@@ -145,7 +161,6 @@ def test_one_round_pulls_the_latest_step_and_lets_engines_load_it(tmp_path: Path
             "name": "policy@3",
             "step": 3,
             "transfer": None,
-            "freed_bytes": 0,
         }
         assert [each["event"] for each in documents] == ["step", "engine"]
         assert documents[1]["engine"] == one.url
@@ -191,7 +206,7 @@ def test_new_steps_are_loaded_as_they_appear_until_a_signal_ends_it(tmp_path: Pa
             assert (found["event"], found["name"]) == ("step", f"policy@{step}")
             loaded = json.loads(following.line())
             assert (loaded["event"], loaded["step"]) == ("engine", step)
-        assert Store.open(tmp_path / "here").names() == ["policy@2", "policy@3"]
+        wait_for(lambda: Store.open(tmp_path / "here").names() == ["policy@2", "policy@3"])
         # One that refuses is asked again, and told of once; a later step takes the place.
         asked.status = 500
         publish(full, url, 4)
@@ -202,7 +217,11 @@ def test_new_steps_are_loaded_as_they_appear_until_a_signal_ends_it(tmp_path: Pa
         wait_for(lambda: asked.steps().count(4) > 2)
         asked.status = 200
         assert json.loads(following.line())["step"] == 4
-        assert following.end(signal.SIGTERM) == (0, "", "")
+        status, left, trouble = following.end(signal.SIGTERM)
+        assert (status, trouble) == (0, "")
+        freed = [json.loads(line) for line in left.splitlines()]
+        assert all(each["event"] == "freed" for each in freed)
+        assert following.freed + len(freed) >= 2
         assert asked.steps()[:4] == [0, 1, 2, 3]
 
 
@@ -235,7 +254,15 @@ def test_a_remote_and_an_engine_that_come_back_are_followed_again(tmp_path: Path
 
 
 def test_a_server_that_is_none_is_told_from_one_that_does_not_answer() -> None:
-    for wrong in ("localhost:8000", "http://", "ftp://host", "http://host:port", "", "http://[h"):
+    for wrong in (
+        "localhost:8000",
+        "http://",
+        "ftp://host",
+        "http://host:port",
+        "",
+        "http://[h",
+        "http://a..b:80",
+    ):
         with pytest.raises(EngineUrlError, match="http://HOST:PORT"):
             EngineServer(wrong)
     for secret in ("http://me:hidden@host:1", "http://host:1/?token=hidden"):
@@ -248,3 +275,62 @@ def test_a_server_that_is_none_is_told_from_one_that_does_not_answer() -> None:
         assert old.steps() == [1]
     with pytest.raises(EngineUnreachableError, match="whether the server runs"):
         EngineServer(old.url).load(1)
+
+
+def test_a_step_that_another_subscriber_brought_anew_is_loaded_again(tmp_path: Path) -> None:
+    full, url, here = open_store(tmp_path / "full"), f"file://{tmp_path}/policy", tmp_path / "here"
+    publish(full, url, 1)
+    stop, told = threading.Event(), list[Event]()
+    with engine() as asked:
+        store = open_store(here)
+        follower = Follower(store, Remote.open(url), "policy", [asked.url], told.append)
+        thread = threading.Thread(target=follower.until, args=(stop, 0.05))
+        # Another process of the host is always first: what this one finds is there already.
+        with mock.patch.object(follower_module, "fetch", brought_by_another):
+            thread.start()
+            try:
+                wait_for(lambda: asked.steps() == [1])
+                with CheckpointStore(full, "policy") as run:
+                    run.save({"w": np.full(999, 7)}, step=1)
+                full.push(url, "policy@1", replace=True)
+                wait_for(lambda: asked.steps() == [1, 1])
+            finally:
+                stop.set()
+                thread.join()
+    found = [each.found for each in told if isinstance(each, FetchedEvent)]
+    assert [(each.name, each.transfer) for each in found] == [("policy@1", None)] * 2
+
+
+def brought_by_another(store: Store, remote: Remote, run: str, **_: Any) -> NewStep:
+    fetch(store, remote, run)
+    return replace(fetch(store, remote, run), transfer=None)
+
+
+def test_engines_load_a_step_before_earlier_ones_are_let_go_of(tmp_path: Path) -> None:
+    full, url, here = open_store(tmp_path / "full"), f"file://{tmp_path}/policy", tmp_path / "here"
+    told, names = list[Event](), list[list[str]]()
+    with engine() as asked:
+        store = open_store(here)
+
+        def tell(event: Event) -> None:
+            told.append(event)
+            names.append(store.names())
+
+        follower = Follower(store, Remote.open(url), "policy", [asked.url], tell)
+        for step in (1, 2, 3):
+            publish(full, url, step)
+            follower.once()
+    assert [type(each) for each in told[-3:]] == [FetchedEvent, LoadedEvent, FreedEvent]
+    assert names[-2:] == [["policy@1", "policy@2", "policy@3"], ["policy@2", "policy@3"]]
+
+
+def test_a_round_ends_with_whatever_kept_an_engine_from_being_told(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/policy"
+    publish(open_store(tmp_path / "full"), url, 1)
+    store = open_store(tmp_path / "here")
+    follower = Follower(store, Remote.open(url), "policy", ["http://127.0.0.1:9"], lambda _: None)
+    with (
+        mock.patch.object(EngineServer, "load", side_effect=UnicodeError("odd")),
+        pytest.raises(UnicodeError, match="odd"),
+    ):
+        follower.once()

@@ -5,18 +5,23 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from remote_runs import remotes
+from remote_runs.subscribers import fetch
 from store_runs.stores import KIB, open_store, three, tuned, weights
 from tensor_dedup import Store, TensorDedupConfig
-from tensor_dedup.publishing.subscriber import fetch, fetch_step, let_go
+from tensor_dedup.publishing import subscriber
+from tensor_dedup.publishing.subscriber import fetch_step, let_go
 from tensor_dedup.remote import Remote
+from tensor_dedup.remote.results import SilentTransfer
 from tensor_dedup.store.errors import UnfitForCollectionError
-from tensor_dedup.store.locks import pulling
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.locks import lock_of, pulling
 from tensor_dedup.store.steps import followed
 from tensor_dedup.training import CheckpointStore
 
@@ -55,6 +60,12 @@ def trainer(tmp_path: Path) -> Trainer:
 @pytest.fixture
 def here(tmp_path: Path) -> Store:
     return open_store(tmp_path / "here")
+
+
+def end_of_letting_go() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "let go policy":
+            thread.join()
 
 
 def disk_bytes(store: Store) -> int:
@@ -246,6 +257,94 @@ def test_an_engine_s_configuration_says_where_steps_come_from(
     for step in range(4):
         trainer.publish(step)
         assert fetch_step(config, "store://policy@latest") == f"store://policy@{step}"
+        end_of_letting_go()
     assert Store.open(tmp_path / "made").names() == ["policy@2", "policy@3"]
     Remote.open(trainer.url).delete("policy@3")
     assert fetch_step(config, "store://policy@latest") == "store://policy@2"
+
+
+def test_an_engine_has_its_step_before_earlier_ones_are_let_go_of(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TensorDedupConfig(store=str(tmp_path / "made"), remote=trainer.url)
+    go, freed, original = threading.Event(), list[int](), subscriber.let_go
+
+    def late(store: Store, run: str) -> int:
+        assert go.wait(60)
+        freed.append(original(store, run))
+        return freed[-1]
+
+    trainer.publish(0, 1)
+    made = open_store(tmp_path / "made")
+    for step in (0, 1):
+        fetch(made, trainer.url, "policy", step)
+    monkeypatch.setattr(subscriber, "let_go", late)
+    trainer.publish(2)
+    assert fetch_step(config, "store://policy@latest") == "store://policy@2"
+    assert made.names() == ["policy@0", "policy@1", "policy@2"]
+    go.set()
+    end_of_letting_go()
+    assert made.names() == ["policy@1", "policy@2"]
+    assert freed[0] > 0
+
+
+def test_what_a_step_had_before_it_was_saved_anew_is_let_go_of(
+    trainer: Trainer, here: Store
+) -> None:
+    sizes = []
+    for number in range(5):
+        with CheckpointStore(trainer.store, "policy") as run:
+            run.save({"w": np.frombuffer(weights(number, TENSOR_BYTES), "<u2")}, step=0)
+        trainer.store.push(trainer.url, "policy@0", replace=True)
+        found = fetch(here, trainer.url, "policy")
+        assert found.transfer is not None
+        assert (found.freed_bytes > 0) == (number > 0)
+        sizes.append(disk_bytes(here))
+    assert max(sizes) < 1.2 * sizes[0]
+    assert here.names() == followed.names(here.handle.objects, "policy") == ["policy@0"]
+    assert here.verify(full=True).fine
+
+
+def test_a_step_that_is_being_pulled_by_name_is_not_let_go_of(
+    trainer: Trainer, here: Store
+) -> None:
+    trainer.publish(0, 1, 2)
+    for step in (0, 1):
+        fetch(here, trainer.url, "policy", step)
+    objects = here.handle.objects
+    at_start = list[list[str]]()
+
+    class Listener(SilentTransfer):
+        """The run is pulled by name, and its last step is on its way."""
+
+        def start(self, total_bytes: int) -> None:
+            at_start.append(followed.names(objects, "policy"))
+
+    assert followed.names(objects, "policy") == ["policy@0", "policy@1"]
+    pulled = here.pull(trainer.url, "policy", progress=Listener())
+    assert at_start[0] == []
+    assert pulled.names == ("policy@0", "policy@1", "policy@2")
+    for step in (3, 4, 5):
+        trainer.publish(step)
+        fetch(here, trainer.url, "policy")
+    assert here.names() == [f"policy@{step}" for step in (0, 1, 2, 4, 5)]
+
+
+def test_a_step_that_became_the_user_s_a_moment_ago_is_not_let_go_of(
+    trainer: Trainer, here: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(2):
+        trainer.publish(step)
+        fetch(here, trainer.url, "policy")
+    trainer.publish(2)
+    subscriber.fetch(here, trainer.url, "policy")
+    original = lock_of
+
+    def late(files: Files, path: Path) -> Handle | None:
+        here.pull(trainer.url, "policy@0")
+        return original(files, path)
+
+    monkeypatch.setattr(subscriber, "lock_of", late)
+    assert let_go(here, "policy") == 0
+    assert here.names() == ["policy@0", "policy@1", "policy@2"]
+    assert followed.names(here.handle.objects, "policy") == ["policy@1", "policy@2"]

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_that_name_is_meant_before_a_step(
     assert fetch_latest(here, "policy@latest", there) == "policy@latest"
     assert here.names() == ["policy@6", "policy@latest"]
     assert fetch_latest(here, "policy@latest", None) == "policy@latest"
-    assert followed.noted(here.handle.objects, "policy@latest") is None
+    assert followed.noted(here.handle.objects, "policy@latest") == []
 
 
 def test_a_step_that_was_saved_anew_is_pulled_again(
@@ -160,14 +160,14 @@ def test_a_step_that_was_saved_anew_is_pulled_again(
     assert fetch(here, there, "policy") == "policy@6"
     old = here.manifest("policy@6")
     assert followed.names(here.handle.objects, "policy") == ["policy@6"]
-    assert followed.noted(here.handle.objects, "policy@6") == old
+    assert followed.noted(here.handle.objects, "policy@6") == [old]
     full = Store.open(tmp_path / "full")
     save(full, "policy", 6, seed=1)
     full.push(there, "policy@6", replace=True)
     assert fetch(here, there, "policy") == "policy@6"
     new = here.manifest("policy@6")
     assert new not in (old, None)
-    assert followed.noted(here.handle.objects, "policy@6") == new
+    assert followed.noted(here.handle.objects, "policy@6") == [new, old]
     # What the user pulled or saved under the name is his.
     here.pull(there, "policy@6")
     assert followed.names(here.handle.objects, "policy") == []

@@ -18,7 +18,13 @@ from tensor_dedup.cli.remote import interruptible, url_argument
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.terminal import FiniteRange, json_option, say_lines
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.publishing.follower import Event, FetchedEvent, Follower, LoadedEvent
+from tensor_dedup.publishing.follower import (
+    Event,
+    FetchedEvent,
+    Follower,
+    FreedEvent,
+    LoadedEvent,
+)
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.urls import last_component
 from tensor_dedup.store import LocalStore
@@ -140,6 +146,8 @@ def _tell(event: Event, as_json: bool) -> None:
         click.echo(json.dumps(event.to_dict()))
     elif isinstance(event, FetchedEvent):
         say_lines(_step_line(event))
+    elif isinstance(event, FreedEvent):
+        say_lines(f"{event.run}  {human(event.freed_bytes)} of earlier steps freed")
     elif isinstance(event, LoadedEvent):
         say_lines(f"{event.name}  {event.engine} has it, {event.seconds:.1f} s")
     else:
@@ -149,10 +157,10 @@ def _tell(event: Event, as_json: bool) -> None:
 
 
 def _step_line(event: FetchedEvent) -> str:
-    transfer, freed = event.found.transfer, event.found.freed_bytes
+    transfer = event.found.transfer
     if transfer is None:
         came = "in the store already"
     else:
         came = f"{human(transfer.wire_bytes)} in {event.seconds:.1f} s"
         came += f", {transfer.requests} requests" if transfer.requests else ""
-    return f"{event.found.name}  {came}" + (f", {human(freed)} freed" if freed else "")
+    return f"{event.found.name}  {came}"

@@ -30,6 +30,7 @@ class EngineServer:
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
+            (host or "").encode("idna")  # as each connection does
         except ValueError:
             raise EngineUrlError.at("...", "it is no URL") from None
         if parts.username is not None or parts.query or parts.fragment:

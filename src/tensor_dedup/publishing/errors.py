@@ -1,4 +1,11 @@
-"""The errors about versions of steps, and about engines that are asked over HTTP to load one."""
+"""The errors about versions of steps, and about engines that are asked over HTTP to load one.
+
+StoreError
+  OtherVersionsError        the place has slime's versions of another run
+  EngineUrlError            the URL cannot be that of an engine's server
+  EngineError               an engine did not load a step
+    EngineUnreachableError    its server does not answer
+"""
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
 from tensor_dedup.store.errors import AdvisedError

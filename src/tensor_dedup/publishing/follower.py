@@ -9,7 +9,7 @@ from typing import Final
 from tensor_dedup.errors import WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.publishing.engine_server import EngineServer
 from tensor_dedup.publishing.errors import EngineError
-from tensor_dedup.publishing.subscriber import NewStep, fetch
+from tensor_dedup.publishing.subscriber import NewStep, fetch, let_go
 from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import SilentTransfer
@@ -38,9 +38,20 @@ class FetchedEvent:
             "name": self.found.name,
             "step": self.found.step,
             "transfer": None if transfer is None else transfer.to_dict(),
-            "freed_bytes": self.found.freed_bytes,
             "seconds": self.seconds,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class FreedEvent:
+    """Files of earlier steps of a run, of so many bytes, were deleted."""
+
+    run: str
+    freed_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the event as a dict for JSON."""
+        return {"schema": _SCHEMA, "event": "freed", **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ class TroubleEvent:
         }
 
 
-Event = FetchedEvent | LoadedEvent | TroubleEvent
+Event = FetchedEvent | FreedEvent | LoadedEvent | TroubleEvent
 
 
 class Follower:
@@ -103,19 +114,19 @@ class Follower:
         self.tell = tell
 
     def once(self) -> None:
-        """Pull the latest step if it is not here, and let each engine load it.
+        """Pull the latest step if it is not here, let each engine load it, and delete earlier ones.
 
         Raises:
             StoreError: The step could not be pulled, or an engine has not loaded it. The other
                 engines were asked all the same.
         """
         found = self._fetch()
-        results: list[LoadedEvent | EngineError] = []
+        results: list[LoadedEvent | Exception] = []
 
         def ask(server: EngineServer) -> None:
             try:
                 results.append(load(server, found))
-            except EngineError as error:
+            except Exception as error:  # noqa: BLE001 (raised where the round ends)
                 results.append(error)
 
         threads = [threading.Thread(target=ask, args=(each,)) for each in self._servers]
@@ -123,10 +134,11 @@ class Follower:
             thread.start()
         for thread in threads:
             thread.join()
-        failed = [each for each in results if isinstance(each, EngineError)]
+        failed = [each for each in results if isinstance(each, Exception)]
         for each in results:
-            if not isinstance(each, EngineError):
+            if not isinstance(each, Exception):
                 self.tell(each)
+        self._let_go()
         if failed:
             raise failed[0]
 
@@ -151,6 +163,7 @@ class Follower:
                 for waker in wakers:
                     waker.want(found)
                 latest = found
+                self._let_go()  # last: it takes the longer the more the store has
                 pause = trouble.over()
             except StoreError as error:
                 if error.exit_status == WRONG_USE and not isinstance(error, _TO_COME):
@@ -163,10 +176,13 @@ class Follower:
     def _fetch(self, latest: NewStep | None = None) -> NewStep:
         began = time.monotonic()
         found = fetch(self._store, self._remote, self._run, progress=SilentTransfer())
-        # A step that was saved anew is a new one, too.
-        if latest is None or found.name != latest.name or found.transfer is not None:
+        if not found.is_same(latest) or found.transfer is not None:
             self.tell(FetchedEvent(found, time.monotonic() - began))
         return found
+
+    def _let_go(self) -> None:
+        if freed_bytes := let_go(self._store, self._run):
+            self.tell(FreedEvent(self._run, freed_bytes))
 
 
 def load(server: EngineServer, found: NewStep) -> LoadedEvent:
@@ -219,7 +235,7 @@ class _EngineThread(threading.Thread):
         """Let the engine load the step `found` if it is another one than before."""
         with self._changed:
             before = self._wanted
-            if found is None or before is None or _is_new(found, before):
+            if found is None or not found.is_same(before):
                 self._wanted = found
                 self._changed.notify_all()
 
@@ -240,7 +256,3 @@ class _EngineThread(threading.Thread):
 
     def _has_more(self) -> bool:
         return self._stop_event.is_set() or self._wanted not in (None, self._done)
-
-
-def _is_new(found: NewStep, before: NewStep) -> bool:
-    return found.name != before.name or found.transfer is not None

@@ -7,6 +7,7 @@ that an engine loads.
 """
 
 import logging
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -45,14 +46,19 @@ class NewStep:
     """A step of a run that is in the store now.
 
     - `name` is RUN@STEP, and `step` the number.
+    - `manifest` is that of the step in the store, another one after it was saved anew. It is None
+      if the step was deleted just after it came.
     - `transfer` is what travelled for it, or None if the store had it.
-    - `freed_bytes` is the size of the files of earlier steps that were deleted.
     """
 
     name: str
     step: int
+    manifest: str | None
     transfer: TransferResult | None
-    freed_bytes: int
+
+    def is_same(self, other: "NewStep | None") -> bool:
+        """Return whether `other` is the same step with the same content."""
+        return other is not None and (self.name, self.manifest) == (other.name, other.manifest)
 
 
 def fetch_step(config: TensorDedupConfig, url: str) -> str:
@@ -64,7 +70,8 @@ def fetch_step(config: TensorDedupConfig, url: str) -> str:
 
     Earlier steps of the run that were fetched in this way are deleted from the store, except the
     last two and those that a process uses. A process uses the last two that it has fetched or
-    loaded, until it ends. Other errors are those of `on_demand.fetch_step`.
+    loaded, until it ends. A thread deletes them while the caller goes on, because that takes the
+    longer the more the store has. Other errors are those of `on_demand.fetch_step`.
 
     Raises:
         ConfigError: `url` names no step.
@@ -79,7 +86,9 @@ def fetch_step(config: TensorDedupConfig, url: str) -> str:
     there = remote_url(config.remote)
     store = LocalStore.open(config.store_folder, create=there is not None)
     number = None if step is None else step.step
-    return STORE_SCHEME + fetch(store, there, run, number).name
+    found = fetch(store, there, run, number)
+    _let_go_later(store, run)
+    return STORE_SCHEME + found.name
 
 
 def fetch(
@@ -90,14 +99,22 @@ def fetch(
     *,
     progress: TransferListener | None = None,
 ) -> NewStep:
-    """Pull a step of `run`, or the latest one, into `store`, and let go of earlier ones.
+    """Pull a step of `run`, or the latest one, into `store`. Earlier ones stay until `let_go`.
 
     Arguments and errors are those of `on_demand.fetch_step`.
     """
     found = on_demand.fetch_step(store, remote, run, step, progress=progress)
     parsed = parse_step_name(found.name)
     assert parsed is not None
-    return NewStep(found.name, parsed.step, found.transfer, let_go(store, run))
+    return NewStep(found.name, parsed.step, store.manifest(found.name), found.transfer)
+
+
+def _let_go_later(store: LocalStore, run: str) -> None:
+    """Call `let_go` in a thread, which does nothing while another one does the same.
+
+    If the process ends first, the files stay until a later call.
+    """
+    threading.Thread(target=let_go, args=(store, run), daemon=True, name=f"let go {run}").start()
 
 
 def let_go(store: LocalStore, run: str) -> int:
@@ -112,9 +129,11 @@ def let_go(store: LocalStore, run: str) -> int:
         with store.handle.translated(), pulling(objects.files, objects.layout, wait_s=0):
             _drop_earlier(store, run)
             former = _former(store, run)
-            plan = sweep_former(objects, former.values(), _SWEEP_WAIT_S) if former else None
+            theirs = [each for manifests in former.values() for each in manifests]
+            plan = sweep_former(objects, theirs, _SWEEP_WAIT_S) if theirs else None
             for name in former:
-                followed.forget(objects, name)
+                if store.manifest(name) is None:
+                    followed.forget(objects, name)
             return 0 if plan is None else plan.freed_bytes
     except StoreBusyError:
         return 0
@@ -132,7 +151,7 @@ def _drop_earlier(store: LocalStore, run: str) -> None:
         ours = {
             step: place
             for step, place in places.items()
-            if place.manifest and followed.noted(objects, step_name(run, step)) == place.manifest
+            if place.manifest in followed.noted(objects, step_name(run, step))
         }
         for step in in_save_order(ours)[:-_STEPS_KEPT]:
             name = step_name(run, step)
@@ -142,7 +161,9 @@ def _drop_earlier(store: LocalStore, run: str) -> None:
             if lock is None:
                 continue  # a process uses it
             try:
-                _drop(store, name, ours[step].manifest)
+                # Read again under the lock: a pull by name may have made it the user's.
+                if ours[step].manifest in followed.noted(objects, name):
+                    _drop(store, name, ours[step].manifest)
             finally:
                 objects.files.close(lock)
 
@@ -159,16 +180,18 @@ def _drop(store: LocalStore, name: str, manifest: str | None) -> None:
         objects.drop_ref(name, check_name=check)
 
 
-def _former(store: LocalStore, run: str) -> dict[str, str]:
-    """Return the manifests of steps with a note that are deleted, by name.
+def _former(store: LocalStore, run: str) -> dict[str, list[str]]:
+    """Return former manifests by the names of steps with a note, as far as their files are here.
 
-    The note about a step that was saved here since is removed, and one that cannot be read.
+    They are those of a step that is deleted, and those before a step was saved anew. The note about
+    a step that was saved here since is removed, and one that cannot be read.
     """
-    objects, found = store.handle.objects, dict[str, str]()
+    objects, found = store.handle.objects, dict[str, list[str]]()
     for name in followed.names(objects, run):
         noted, held = followed.noted(objects, name), store.manifest(name)
-        if held is None and noted is not None:
-            found[name] = noted
-        elif noted is None or held != noted:
+        if not noted or (held is not None and held not in noted):
             followed.forget(objects, name)
+        else:
+            former = (each for each in noted if each != held)
+            found[name] = [each for each in former if followed.is_here(objects, each)]
     return found

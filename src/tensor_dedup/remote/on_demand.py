@@ -164,14 +164,15 @@ def _bring(
         held, result = store.manifest(name), None
         if held is None or held != manifest:
             # What was saved here, or pulled by name, is another's to replace.
-            is_ours = held is not None and followed.noted(objects, name) == held
+            is_ours = held is not None and held in followed.noted(objects, name)
             if manifest is not None and (held is None or is_ours):
                 followed.note(objects, name, manifest)
             what = f"{name} is not in {objects.layout.root}"
             said = progress or _LoggedTransfer(what, remote.url)
             result = pull(store, remote, name, replace=is_ours, progress=said, follows=True)
             came = store.manifest(name)
-            if came is not None and (held is None or is_ours):
+            # Noted before is noted: a pull by name may have taken that note away meanwhile.
+            if came is not None and came != manifest and (held is None or is_ours):
                 followed.note(objects, name, came)
         followed.hold(objects, name)
         return result

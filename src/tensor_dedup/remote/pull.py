@@ -70,6 +70,7 @@ def pull(
     replace: bool = False,
     dry_run: bool = False,
     from_anchor: bool = False,
+    came: Callable[[str], object] | None = None,
 ) -> list[TransferResult]:
     """Pull the checkpoints in `refs`: a single checkpoint, or the steps and marks of a run.
 
@@ -81,7 +82,7 @@ def pull(
     that were deleted on the remote meanwhile are skipped, too. Any other error ends the pull. With
     `dry_run`, only manifests and their pages are read, and nothing is written. With `from_anchor`,
     what changed in a step since the step before is not used, so that the store has the step against
-    what the remote has it against.
+    what the remote has it against. `came` is called with each name just after its commit.
 
     Raises:
         UnknownRemoteNameError: The remote has none of the checkpoints.
@@ -103,6 +104,8 @@ def pull(
         with session() as (index, hasher):
             try:
                 results.append(work.one(name, listed, index, hasher))
+                if came is not None:
+                    came(name)
             except UnknownRemoteNameError as error:
                 deleted[name] = error
             except LostRemotelyError as error:

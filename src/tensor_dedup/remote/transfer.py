@@ -1,7 +1,7 @@
 """Push from a store and pull into a store: to and from remotes, OCI artifacts and other stores."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
@@ -44,12 +44,16 @@ RemoteLike = str | PathLike[str] | Remote
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """How to push or pull: what is told the progress, and the arguments of `push` and `pull`."""
+    """How to push or pull: what is told the progress, and the arguments of `push` and `pull`.
+
+    A push is as a pull that `follows`: it leaves notes about followed steps alone.
+    """
 
     progress: TransferListener
     replace: bool
     dry_run: bool
     from_anchor: bool = False
+    follows: bool = True
 
 
 def push(
@@ -109,33 +113,43 @@ def pull(
     that do so no longer delete the step. With `from_anchor`, a step is stored against what the
     remote has it against. Errors are those of `tensor_dedup.Store.pull`.
     """
-    options = _Options(progress or SilentTransfer(), replace, dry_run, from_anchor)
-    result = _pull(store, url, name, options)
-    if not dry_run and not follows:
-        with store.handle.translated():
-            for each in result.names:
-                followed.forget(store.handle.objects, each)
-    return result
-
-
-def _pull(store: LocalStore, url: RemoteLike, name: str, options: _Options) -> TransferResult:
+    options = _Options(progress or SilentTransfer(), replace, dry_run, from_anchor, follows)
     if oci.is_artifact(url):
-        return _pull_artifact(store, str(url), name, options)
+        _claim(store, [name], options)
+        result = _pull_artifact(store, str(url), name, options)
+        _claim(store, [name], options)
+        return result
     remote, other = _opened(store, url)
     before = remote.bucket.traffic.counts()
     name = latest_on(remote, check_name(name))
     if other is not None:
-        return _copy(other, store, _names_of(other, name), options)
+        names = _names_of(other, name)
+        _claim(store, names, options)
+        return _copy(other, store, names, options)
     refs, handle = remote.refs_of(name), store.handle
+    _claim(store, refs, options)
     results = pull_checkpoints(
         *(remote.bucket, refs, handle.objects, handle.session, options.progress),
         replace=options.replace,
         dry_run=options.dry_run,
         from_anchor=options.from_anchor,
+        came=lambda each: _claim(store, [each], options),
     )
     nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
     wire, requests = nbytes - before[0], calls - before[1]
     return replace_fields(together(results), wire_bytes=wire, requests=requests)
+
+
+def _claim(store: LocalStore, names: Iterable[str], options: _Options) -> None:
+    """Let programs that follow a run no longer delete these steps, which are pulled by name.
+
+    Before anything is pulled, since what is here already may be deleted meanwhile; and after each
+    commit, since such a program may have pulled the same step meanwhile.
+    """
+    if not options.dry_run and not options.follows:
+        with store.handle.translated():
+            for name in names:
+                followed.forget(store.handle.objects, name)
 
 
 def _opened(store: LocalStore, url: RemoteLike) -> tuple[Remote, LocalStore | None]:
@@ -307,6 +321,7 @@ def _copy(
     for name in names:
         with suppress(UnknownNameError):
             results.append(copy_checkpoint(source, target, name, options, seen))
+            _claim(target, [name], options)
     if not results:
         raise _deleted(source, names)
     return together(results)

@@ -18,6 +18,7 @@ from tensor_dedup.store.format.layout import is_digest
 from tensor_dedup.store.format.names import STEP_FORM, file_of, name_in
 
 _FILE_BYTES: Final = 1 << 12
+_MOST_FORMER: Final = 32
 _TITLE: Final = "tensor-dedup followed step"
 # A deletion holds the lock for a few file operations.
 _WAIT_S: Final = 10.0
@@ -27,24 +28,45 @@ _held: Final[dict[tuple[Path, str], dict[str, tuple[Files, Handle]]]] = {}
 
 
 def note(folder: StoreFolder, name: str, manifest: str) -> None:
-    """Write durably that the step `name` with this manifest was pulled as the latest of its run."""
-    folder.publish(frames.encode_text([_TITLE, manifest]), _path(folder, name))
+    """Write durably that the step `name` with this manifest was pulled as the latest of its run.
+
+    Former manifests of the step stay in the note until their files are deleted.
+    """
+    former = [m for m in noted(folder, name) if m != manifest and is_here(folder, m)]
+    lines = [_TITLE, manifest, *former[:_MOST_FORMER]]
+    folder.publish(frames.encode_text(lines), _path(folder, name))
 
 
-def noted(folder: StoreFolder, name: str) -> str | None:
-    """Return the manifest that the step `name` had when it was pulled, or None without a note."""
+def noted(folder: StoreFolder, name: str) -> list[str]:
+    """Return the manifests with which the step `name` was pulled, the last one first.
+
+    A step that was saved anew has several. Without a note, or if it cannot be read, there are none.
+    """
     path = _path(folder, name)
     with suppress(MissingObjectError, DamagedFileError, ValueError):
-        title, manifest = frames.decode_text(folder.read(path, _FILE_BYTES), path)
-        if title == _TITLE and is_digest(manifest):
-            return manifest
-    return None
+        title, *manifests = frames.decode_text(folder.read(path, _FILE_BYTES), path)
+        if title == _TITLE and all(is_digest(each) for each in manifests):
+            return manifests
+    return []
+
+
+def is_here(folder: StoreFolder, manifest: str) -> bool:
+    """Return whether the file of a manifest has not been deleted."""
+    return folder.files.status(folder.layout.manifest(manifest)) is not None
 
 
 def forget(folder: StoreFolder, name: str) -> None:
-    """Remove the note about the step `name`, if there is one: the step stays from now on."""
-    with suppress(FileNotFoundError):
-        folder.files.unlink(_path(folder, name))
+    """Remove the note about the step `name`, if there is one: the step stays from now on.
+
+    If the step is just being deleted, that comes to its end first.
+    """
+    handle = _locked(folder, name)
+    try:
+        with suppress(FileNotFoundError):
+            folder.files.unlink(_path(folder, name))
+    finally:
+        if handle is not None:
+            folder.files.close(handle)
 
 
 def names(folder: StoreFolder, run: str) -> list[str]:
