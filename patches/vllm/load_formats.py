@@ -44,7 +44,7 @@ _WHY_NOT: Mapping[str, str] = {
 def follows_steps(vllm_config: VllmConfig) -> bool:
     """Return whether an engine changes to other steps by this package's weight transfer engine."""
     transfer = getattr(vllm_config, "weight_transfer_config", None)
-    return transfer is not None and transfer.backend == BACKEND
+    return getattr(transfer, "backend", None) == BACKEND
 
 
 def is_written_later(vllm_config: VllmConfig) -> bool:

@@ -249,23 +249,6 @@ ROWS: Final = (
     ),
     *(
         StatedRow(
-            f"digest-{name}",
-            f"the digest of the {what} of a resident model{when}",
-            DIGESTS,
-            f"digest of the {what} of a resident model{when}",
-            compared="ours",
-            most=1,
-            unit="ms",
-            scale=1e-3,
-        )
-        for name, what, when in (
-            ("checkpoint", "checkpoint", ""),
-            ("weights", "weights", ""),
-            ("used-weights", "weights", ", in use"),
-        )
-    ),
-    *(
-        StatedRow(
             f"decode-{size}",
             f"decoding, 98 % shared, batch {size}",
             DECODE,
@@ -341,6 +324,23 @@ ROWS: Final = (
             scale=1e-3,
         )
         for size in (105, 420)
+    ),
+    *(
+        StatedRow(
+            f"digest-{name}",
+            f"the digest of the {what} of a resident model{when}",
+            DIGESTS,
+            f"digest of the {what} of a resident model{when}",
+            compared="ours",
+            most=1,
+            unit="ms",
+            scale=1e-3,
+        )
+        for name, what, when in (
+            ("checkpoint", "checkpoint", ""),
+            ("weights", "weights", ""),
+            ("used-weights", "weights", ", in use"),
+        )
     ),
     StatedRow(
         "stored-paced",

@@ -88,6 +88,7 @@ FAILING = [
     "analyze nowhere",
     "stop --socket nowhere/m.sock",
     "top --every 0",
+    "follow nowhere --once",
 ]
 FLEET = """
 room = "10MiB"
