@@ -448,6 +448,12 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
                 "(self)",
             ),
             (
+                "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
+                "wrapped, of an engine with requests under way when its weights change: a request "
+                "that begins again is hashed again",
+                "(self, request, timestamp, drop_stale_output=False)",
+            ),
+            (
                 "vllm.v1.executor.abstract:Executor.reset_encoder_cache",
                 "called then, too: the workers hold the outputs",
                 "(self)",

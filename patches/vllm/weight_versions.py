@@ -6,10 +6,12 @@ cache of an engine outlives an update, no entry of one version is ever served to
 the old weights come back, so do their entries.
 
 An engine asks its workers which weights they have: when the model is loaded, and after each call to
-its workers from outside, which may have changed them. The version is the digest of the checkpoint
-where that is known. If it is not, nothing is hashed: a number that was drawn at random tells the
-weights of this engine from others. Only an engine whose hashes others see (a KV connector, or KV
-events) has the digest computed, since equal weights must have equal hashes there.
+its workers from outside, which may have changed them. The workers know of what vLLM's own calls and
+this package write, not of a write by code of the caller, unless that calls `unshare` first. The
+version is the digest of the checkpoint where that is known. If it is not, nothing is hashed: a
+number that was drawn at random tells the weights of this engine from others. Only an engine whose
+hashes others see (a KV connector, or KV events) has the digest computed, since equal weights must
+have equal hashes there.
 
 Imports neither vllm nor torch.
 """
@@ -207,6 +209,21 @@ def _salted(hash_: _Hash, salt: str, block: Sequence[Any]) -> bytes:
     return hash_((*block, salt))
 
 
+def _hash_preempted(scheduler: Any, hasher: BlockHasher) -> None:
+    """Let requests that `scheduler` preempts be hashed again: all of them is computed again."""
+    original = scheduler._preempt_request
+    if hasattr(original, "__wrapped__"):  # by us, after an earlier change
+        return
+
+    @functools.wraps(original)
+    def preempt_request(request: Any, *args: Any, **options: Any) -> Any:
+        done = original(request, *args, **options)
+        hasher.hash_again(request)
+        return done
+
+    scheduler._preempt_request = preempt_request
+
+
 class EngineWeights:
     """The weights of an engine, as its workers tell of them. For the engine core's thread."""
 
@@ -326,7 +343,10 @@ class EngineWeights:
         if hasher is None:
             return
         self._put_salt(hasher)
-        for request in list(self._core.scheduler.requests.values()):
+        requests = list(self._core.scheduler.requests.values())
+        if requests:
+            _hash_preempted(self._core.scheduler, hasher)
+        for request in requests:
             hasher.hash_again(request)
 
     def _drop_encoder_outputs(self) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from models import tiny_checkpoints as checkpoints
-from tensor_dedup import report
+from tensor_dedup import report, unshare
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.unsharing.model_digests import ModelDigests, weight_version
 from tensor_dedup.patches.vllm.weight_versions import BlockHasher, EngineWeights
@@ -336,6 +336,47 @@ def test_a_block_that_is_computed_again_with_new_weights_is_of_two_versions() ->
     short.append_output_token_ids(PROMPT[BLOCK - 1])
     assert len(short.block_hashes) == 1
     assert short.block_hashes[0] != request(PROMPT[:BLOCK]).block_hashes[0]
+
+
+def test_a_request_that_begins_again_has_no_hash_of_the_old_weights(
+    base: Path, other: Path, engines: Open
+) -> None:
+    from vllm import SamplingParams
+
+    llm = engines(base, tensor_dedup=PLAIN)
+    params = SamplingParams(temperature=0, max_tokens=BLOCK, ignore_eos=True, detokenize=False)
+    llm.llm_engine.add_request("runs", {"prompt_token_ids": PROMPT}, params)
+    for _ in range(4):
+        llm.llm_engine.step()
+    scheduler = core_of(llm).scheduler
+    (request,) = scheduler.requests.values()
+    old = {*request.block_hashes}
+    shared.reload(llm, other)
+    assert {*request.block_hashes} == old, "these blocks are computed"
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.num_computed_tokens == 0
+    assert len(request.block_hashes) == len(old) == 3
+    assert not {*request.block_hashes} & old
+    assert request.block_hashes == block_hashes(llm)
+    llm.llm_engine.abort_request(["runs"])
+
+
+def test_a_write_by_code_of_the_caller_is_known_if_it_unshares_first(
+    base: Path, engines: Open
+) -> None:
+    llm = engines(base, tensor_dedup=PLAIN)
+    ask(llm)
+    first = llm.get_weight_version()
+
+    def halve(worker: Any) -> None:
+        unshare(worker.get_model())
+        for parameter in worker.get_model().parameters():
+            parameter.data.mul_(-0.5)
+
+    llm.collective_rpc(halve)
+    assert ask(llm)[0] == 0
+    assert llm.get_weight_version().startswith("weights:")
+    assert llm.get_weight_version() != first
 
 
 def test_no_output_of_an_encoder_outlives_the_weights(
