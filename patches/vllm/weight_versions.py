@@ -6,12 +6,11 @@ cache of an engine outlives an update, no entry of one version is ever served to
 the old weights come back, so do their entries.
 
 An engine asks its workers which weights they have: when the model is loaded, and after each call to
-its workers from outside, which may have changed them. The workers know of what vLLM's own calls and
-this package write, not of a write by code of the caller, unless that calls `unshare` first. The
-version is the digest of the checkpoint where that is known. If it is not, nothing is hashed: a
-number that was drawn at random tells the weights of this engine from others. Only an engine whose
-hashes others see (a KV connector, or KV events) has the digest computed, since equal weights must
-have equal hashes there.
+its workers from outside, which may have changed them. A call of a function of the caller, or of a
+method that is not one of vLLM's that are known here, counts as a write. The version is the digest
+of the checkpoint where that is known. If it is not, nothing is hashed: a number that was drawn at
+random tells the weights of this engine from others. Only an engine whose hashes others see (a KV
+connector, or KV events) has the digest computed, since equal weights must have equal hashes there.
 
 Imports neither vllm nor torch.
 """
@@ -44,6 +43,43 @@ _CLASS: Final = "EngineCore"
 # A function that an engine core gets: its clients call it by name, as they call its methods.
 DIGESTS_CALL: Final = "tensor_dedup_digests"
 OURS: Final = "tensor_dedup_"  # how the names of calls begin that this package adds
+# Methods of vLLM's workers that write no weights, or are followed where they do. Whatever else a
+# caller lets the workers do, a function of his own most of all, may write.
+_FOLLOWED: Final = frozenset(
+    {
+        "add_lora",
+        "annotate_profile",
+        "check_health",
+        "compute_weight_checksums",
+        "execute_dummy_batch",
+        "finish_weight_update",
+        "get_compilation_match_table",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_kv_connector_handshake_metadata",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "reload_weights",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown",
+        "shutdown_weight_transfer_engine",
+        "start_draft_weight_update",
+        "start_weight_update",
+        "supports_draft_weight_updates",
+        "synchronize_device",
+        "update_max_model_len",
+        "update_weights",
+    }
+)
 _FACTORY: Final = "get_request_block_hasher"
 # What a worker answers: its token, and the digest of the checkpoint that it runs, if that is known.
 _State = tuple[str, str | None]
@@ -107,6 +143,8 @@ def _collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
         weights: EngineWeights | None = getattr(self, _WEIGHTS, None)
         if weights is None or _is_ours(method):
             return original(self, method, *args, **options)
+        if not isinstance(method, str) or method not in _FOLLOWED:
+            weights.note_write()
         try:
             found = original(self, method, *args, **options)
         except BaseException:
@@ -279,6 +317,13 @@ class EngineWeights:
         if [token for token, _ in states] != before:
             self._change()
 
+    def note_write(self) -> None:
+        """Let the workers know of a call that may write weights. `refresh` is for after it."""
+        try:
+            self._ask(_note_write)
+        except Exception as error:  # noqa: BLE001 (as in `refresh`)
+            _log.warning("the workers do not know that weights may be written: %s", str(error))
+
     def refresh_after_failure(self) -> None:
         """Ask the workers after a call that failed, and may have changed the weights in part."""
         # Of several workers some may still be at work, or have answers that nobody has taken.
@@ -423,6 +468,12 @@ def _state(worker: Any) -> _State | None:
     if found is None:
         return None
     return found.token, found.known_checkpoint if found.as_loaded else None
+
+
+def _note_write(worker: Any) -> None:
+    from tensor_dedup.loader.unsharing.model_digests import note_write
+
+    note_write(worker.get_model())
 
 
 def _hash_checkpoint(worker: Any, rank: int | None) -> _State | None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from models import tiny_checkpoints as checkpoints
-from tensor_dedup import report, unshare
+from tensor_dedup import report
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.loader.unsharing.model_digests import ModelDigests, weight_version
 from tensor_dedup.patches.vllm.weight_versions import BlockHasher, EngineWeights
@@ -132,8 +132,11 @@ def test_without_the_salt_entries_are_used_as_in_plain_vllm(
 def test_calls_that_write_nothing_keep_the_cache(base: Path, engines: Open) -> None:
     llm = engines(base, tensor_dedup=PLAIN)
     ask(llm)
-    llm.collective_rpc(lambda worker: worker.rank)
+    version = llm.get_weight_version()
+    for method in ("get_model_inspection", "get_supported_tasks", "check_health"):
+        llm.collective_rpc(method)
     assert ask(llm)[0] == CACHED
+    assert llm.get_weight_version() == version
 
 
 def test_a_call_that_fails_keeps_the_cache_unless_it_was_to_write(
@@ -143,11 +146,8 @@ def test_a_call_that_fails_keeps_the_cache_unless_it_was_to_write(
     version = llm.get_weight_version()
     ask(llm)
 
-    def fail(worker: Any) -> None:
-        raise ValueError("of something else")
-
-    with pytest.raises(ValueError, match="something else"):
-        llm.collective_rpc(fail)
+    with pytest.raises(TypeError, match="lora_id"):
+        llm.collective_rpc("pin_lora")
     assert ask(llm)[0] == CACHED
     assert llm.get_weight_version() == version
     salt = core_of(llm).request_block_hasher.salt
@@ -361,22 +361,22 @@ def test_a_request_that_begins_again_has_no_hash_of_the_old_weights(
     llm.llm_engine.abort_request(["runs"])
 
 
-def test_a_write_by_code_of_the_caller_is_known_if_it_unshares_first(
-    base: Path, engines: Open
-) -> None:
+def test_what_code_of_the_caller_does_counts_as_a_write(base: Path, engines: Open) -> None:
     llm = engines(base, tensor_dedup=PLAIN)
     ask(llm)
     first = llm.get_weight_version()
 
     def halve(worker: Any) -> None:
-        unshare(worker.get_model())
         for parameter in worker.get_model().parameters():
             parameter.data.mul_(-0.5)
 
     llm.collective_rpc(halve)
     assert ask(llm)[0] == 0
-    assert llm.get_weight_version().startswith("weights:")
-    assert llm.get_weight_version() != first
+    second = llm.get_weight_version()
+    assert second.startswith("weights:")
+    llm.collective_rpc("reset_weights")
+    assert ask(llm)[0] == 0
+    assert llm.get_weight_version() not in (first, second)
 
 
 def test_no_output_of_an_encoder_outlives_the_weights(
