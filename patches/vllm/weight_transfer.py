@@ -228,18 +228,17 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         load_config = self.vllm_config.load_config
         former = load_config.model_loader_extra_config[KEY]
         manager, held = split(former)[0].memory_manager, stored_in(former)
+        is_former = held is not None and held.url != checkout.url
+        what = (os.fspath(manager), held.url) if manager and held and is_former else ()
         extra = _extra(load_config, checkout)
         takeover.apply()
         # From here on nothing may fail: the engine is at this step, and a reload reads it.
         load_config.model_loader_extra_config = extra
         self.vllm_config.model_config.model = checkout.folder
-        if manager is not None and held is not None and held.url != checkout.url:
-            # Beside the model, which goes on.
-            name, what = "tensor-dedup-former-step", (os.fspath(manager), held.url)
-            with suppress(
-                RuntimeError
-            ):  # there is no thread to be had; the manager evicts it later
-                threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
+        # Beside the model, which goes on; without a thread, memory is freed later.
+        name = "tensor-dedup-former-step"
+        with suppress(RuntimeError):
+            threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
