@@ -53,6 +53,7 @@ from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import why_not
 from tensor_dedup.store.format.names import run_of_latest
+from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
@@ -304,14 +305,14 @@ def step_url(extra: Mapping[str, Any], step: int | str | None) -> str:
         ConfigError: The engine's model is no step of a run.
     """
     checkout = stored_in(extra.get(KEY))
-    run, at, _ = ("", "", "") if checkout is None else checkout.name.rpartition("@")
-    if not at:
+    loaded = None if checkout is None else parse_step_name(checkout.name)
+    if loaded is None:
         raise ConfigError(
             f"the engine's model is no step of a run, so step={step!r} says too little; give "
             f'{{"url": "{STORE_SCHEME}RUN@STEP"}}',
             step=step,
         )
-    return f"{STORE_SCHEME}{run}@{step}"
+    return f"{STORE_SCHEME}{loaded.run}@{step}"
 
 
 def _config_of(folder: str) -> dict[str, Any]:

@@ -56,7 +56,35 @@ _FILES: Final = {
 _SHARDING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
-class StoreCallback(TrainerCallback):
+class _SavingCallback(TrainerCallback):
+    """A callback that saves models by `saves`, with their config and tokenizer files."""
+
+    def __init__(self, saves: CheckpointStore | Publisher, *, asynchronous: bool) -> None:
+        self._saves, self._asynchronous = saves, asynchronous
+        self._hook: Hook | None = None
+        self._files: dict[str, str | bytes] = {}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Collect the config and tokenizer files for all steps, and hook the optimizer.
+
+        Raises:
+            UnsupportedError: The model is sharded.
+        """
+        _check_whole(args, given["model"])
+        self._unhook()  # of a training that ended with an error
+        if self._asynchronous and state.is_world_process_zero:
+            self._hook = self._saves.hook(_inner(given["optimizer"]))
+        self._files = _small_files(given["model"], given.get("processing_class"))
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class StoreCallback(_SavingCallback):
     """A callback that saves the complete training state to a run in a store.
 
     The state is that of the model, the optimizer, the scheduler, the gradient scaler and the random
@@ -94,7 +122,7 @@ class StoreCallback(TrainerCallback):
 
         All other arguments are those of `CheckpointStore`.
         """
-        self._every, self._asynchronous = every, asynchronous
+        self._every = every
         self.run = CheckpointStore(
             *(root, run_id),
             weights=_MODEL,
@@ -103,8 +131,7 @@ class StoreCallback(TrainerCallback):
             compress=compress,
             **keep,
         )
-        self._hook: Hook | None = None
-        self._files: dict[str, str | bytes] = {}
+        super().__init__(self.run, asynchronous=asynchronous)
         self._due = False
 
     def on_init_end(
@@ -125,12 +152,8 @@ class StoreCallback(TrainerCallback):
         Raises:
             UnsupportedError: The model is sharded.
         """
-        _check_whole(args, given["model"])
-        self._unhook()  # of a training that ended with an error
+        super().on_train_begin(args, state, control, **given)
         self._due = False
-        if self._asynchronous and state.is_world_process_zero:
-            self._hook = self.run.hook(_inner(given["optimizer"]))
-        self._files = _small_files(given["model"], given.get("processing_class"))
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -238,13 +261,8 @@ class StoreCallback(TrainerCallback):
         save = self.run.save_async if self._asynchronous else self.run.save
         save(parts, state.global_step, _metrics(state), files=self._files)
 
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
-
-class PublishCallback(TrainerCallback):
+class PublishCallback(_SavingCallback):
     """A callback that publishes the model after every `every` steps, with config and tokenizer.
 
         policy = Publisher("s3://bucket/policy")
@@ -262,24 +280,9 @@ class PublishCallback(TrainerCallback):
         waits until the tensors that it changes have been copied. The error of a publish then ends
         the training at a later one.
         """
+        super().__init__(policy, asynchronous=asynchronous)
         self.policy = policy
-        self._every, self._asynchronous = every, asynchronous
-        self._hook: Hook | None = None
-        self._files: dict[str, str | bytes] = {}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
-    ) -> None:
-        """Collect the config and tokenizer files for all steps, and hook the optimizer.
-
-        Raises:
-            UnsupportedError: The model is sharded.
-        """
-        _check_whole(args, given["model"])
-        self._unhook()  # of a training that ended with an error
-        if self._asynchronous and state.is_world_process_zero:
-            self._hook = self.policy.hook(_inner(given["optimizer"]))
-        self._files = _small_files(given["model"], given.get("processing_class"))
+        self._every = every
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -303,11 +306,6 @@ class PublishCallback(TrainerCallback):
         """
         self._unhook()
         self.policy.close()
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 class FreezeCallback(TrainerCallback):

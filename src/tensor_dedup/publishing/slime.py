@@ -109,7 +109,7 @@ class SlimeFolder:
         step = self._store.checkpoint(name)
         try:
             if self._before is None or not _fit(self._before, step):
-                self._write_whole(name, step.manifest)
+                self._write_whole(name, step)
             else:
                 self._write_changes(self._before, step)
         except BaseException:
@@ -124,15 +124,15 @@ class SlimeFolder:
     def _next(self) -> str:
         return _of_version(self.version + 1)
 
-    def _write_whole(self, name: str, manifest: str) -> None:
+    def _write_whole(self, name: str, step: StoredCheckpoint) -> None:
         with tempfile.TemporaryDirectory(dir=self._store.path / "tmp") as folder:
             target = Path(folder, "export")
             self._store.export(name, target)
             files = [path for path in target.rglob("*") if path.is_file()]
             for path in files:
                 self._bucket.put(f"{self._next}{path.relative_to(target)}", _chunks(path))
-            tensors = [each.name for each in _weights(self._store, name)]
-        self._put_index({"format": "pt"}, manifest, tensors, "model.safetensors")
+        tensors = [each.name for each in _tensors(step)]
+        self._put_index({"format": "pt"}, step.manifest, tensors, "model.safetensors")
 
     def _write_changes(self, before: StoredCheckpoint, step: StoredCheckpoint) -> None:
         blobs: dict[str, bytes] = {}
@@ -175,11 +175,6 @@ def _index_key(version: int) -> str:
 
 def _tensors(step: StoredCheckpoint) -> list[StoredTensor]:
     return [each for each in step if not each.name.startswith(STATE_MARK)]
-
-
-def _weights(store: LocalStore, name: str) -> list[StoredTensor]:
-    with store.checkpoint(name) as step:
-        return _tensors(step)
 
 
 def _fit(one: StoredCheckpoint, other: StoredCheckpoint) -> bool:
