@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from tokenizers import Tokenizer, models
+from torch.distributed.checkpoint import state_dict_saver
 
 from models import tiny_checkpoints, tiny_pipelines
 from processes import fresh
@@ -74,6 +76,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "another": made / "sd",
     }.items():
         shutil.copytree(source, folder / name)
+    step = {"w": torch.zeros(4)}
+    with pytest.warns(UserWarning, match="single process"):
+        state_dict_saver.save(step, checkpoint_id=folder / "step", no_dist=True)
     return folder
 
 

@@ -249,7 +249,9 @@ def test_a_remote_and_an_engine_that_come_back_are_followed_again(tmp_path: Path
             assert following.line().startswith("policy@3  ")
             assert following.line().startswith("policy@3  http")
             assert again.steps() == [2, 3]
-            assert following.end(signal.SIGINT) == (0, "", "")
+            status, left, trouble = following.end(signal.SIGINT)
+            assert (status, trouble) == (0, "")
+            assert all(" freed" in line for line in left.splitlines())
         between.close()
 
 
