@@ -1,6 +1,7 @@
-"""The errors about versions of steps, and about engines that are asked over HTTP to load one.
+"""The errors of publishing a run, and of engines that are asked over HTTP to load a step.
 
 StoreError
+  RunInUseError             another process publishes the run from the same store
   OtherVersionsError        the place has slime's versions of another run
   EngineUrlError            the URL cannot be that of an engine's server
   EngineError               an engine did not load a step
@@ -9,6 +10,16 @@ StoreError
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
 from tensor_dedup.store.errors import AdvisedError
+
+
+class RunInUseError(AdvisedError):
+    """Another process publishes the run from the same store.
+
+    `facts` has its `pid` and its `host`, or None where they are not known.
+    """
+
+    exit_status = WRONG_USE
+    advice = "end it, or call its Publisher's close; for a run of its own, give another `run=`"
 
 
 class OtherVersionsError(AdvisedError):

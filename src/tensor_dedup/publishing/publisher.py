@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.publishing.lock import PublishingLock
 from tensor_dedup.publishing.slime import SlimeFolder
 from tensor_dedup.publishing.weights import checkpoint_weights, config_files
 from tensor_dedup.remote import transfer
@@ -118,9 +119,10 @@ class Publisher:
     change costs nothing, and one that any checkpoint of the store or remote has is not sent.
 
     A run has one writer. If another trainer opens the same run on a remote, from another `work`
-    folder, it becomes the writer, and continues with what is there. Trainers that share a `work`
-    folder, or publish to one folder of a store, are not told apart: end one before you start
-    another. Safe from any thread; publishes take turns.
+    folder, it becomes the writer, and continues with what is there. Of processes that share a
+    `work` folder, or publish to one folder of a store, the first that publishes is the writer until
+    it ends or calls `close`. Every process of a job may make the object, if one of them publishes.
+    Safe from any thread; publishes take turns.
     """
 
     def __init__(
@@ -220,6 +222,8 @@ class Publisher:
         # Held by a publish. A signal handler that publishes must get as far as the run's error.
         self._turn = threading.RLock()
         self._pending: list[PendingPublish] = []
+        # Taken by the first publish: every process of a job makes such an object, and one writes.
+        self._lock: PublishingLock | None = None
 
     def __repr__(self) -> str:
         return f"Publisher({self.where!r}, run={self.run.run_id!r})"
@@ -247,9 +251,12 @@ class Publisher:
             self._settle()
             self._report()
         finally:
-            if self._slime is not None:
-                self._slime.close()
-            self.run.close()
+            try:
+                if self._slime is not None:
+                    self._slime.close()
+                self.run.close()
+            finally:
+                self._lock = None
 
     def publish(
         self,
@@ -276,6 +283,8 @@ class Publisher:
             DrainError: The remote did not take the step. It is kept in `work`, and the next publish
                 sends it first.
             RunTakenError: Another trainer has become the writer of the run.
+            RunInUseError: Another process publishes the run from the same `work` folder, or to the
+                same folder of a store. Nothing was published.
             OtherVersionsError, StoreBusyError: With `also`, another run has its versions there, or
                 another trainer has written this version at the same time. The step is visible.
             NoSpaceError, StoreIOError: The disk failed.
@@ -325,6 +334,8 @@ class Publisher:
 
     def _prepare(self) -> None:
         self._report()
+        if self._lock is None or not self._lock.is_held:
+            self._lock = PublishingLock.of(self.run.store, self.run.run_id)
         if self._slime is not None:
             self._settle()  # it reads steps that the run might delete meanwhile
 

@@ -93,7 +93,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "publishing": (
         *("errors", "subscriber", "engine_server", "follower"),
-        *("weights", "slime", "publisher"),
+        *("weights", "slime", "lock", "publisher"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),

@@ -18,6 +18,7 @@ WRITERS = "writers"
 RENAMING = "renaming"
 RENAMED = "renamed"
 FOLLOWED = "followed"
+PUBLISHERS = "publishers"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
@@ -125,6 +126,11 @@ class StoreLayout:
     def followed(self) -> Path:
         """The folder of notes about steps that were pulled as the latest of their run."""
         return self.root / FOLLOWED
+
+    @cached_property
+    def publishers(self) -> Path:
+        """The folder of files that are locked by processes that publish a run, one for each run."""
+        return self.root / PUBLISHERS
 
     @cached_property
     def index(self) -> Path:
