@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.residents.param_data import param_data, set_param_data
+from tensor_dedup.loader.residents.param_data import memory_state, param_data, set_param_data
 from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
 
 # The name of a module, and the attributes that lead from it to an object that it holds.
@@ -107,7 +107,7 @@ def _content(value: object) -> object:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [*map(id, value)]
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-        return value.data_ptr(), 0 if value.is_inference() else value._version
+        return memory_state(value)
     return None
 
 

@@ -35,6 +35,7 @@ from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.deferred.layer_key import class_name
+from tensor_dedup.loader.residents.param_data import memory_state
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -344,15 +345,9 @@ def _list_held(
                 _list_held(value, found, seen, by_object=by_object)
         elif isinstance(value, torch.Tensor):
             if not isinstance(value, nn.Parameter):
-                found += _memory(value)
+                found += memory_state(value)
         elif not by_object and not isinstance(value, _NOT_EXPANDED):
             _list_held(getattr(value, "__dict__", {}), found, seen, by_object=True)
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is written or gets other memory."""
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.untyped_storage().data_ptr(), version
 
 
 def plan_of(

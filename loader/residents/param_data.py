@@ -23,6 +23,11 @@ def set_param_data(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         parameter.data = tensor
 
 
+def memory_state(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is written in place through torch, or gets other memory."""
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+
+
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the `id` of each CPU tensor whose memory overlaps that of another one of `tensors`.
 

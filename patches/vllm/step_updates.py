@@ -12,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -123,7 +123,7 @@ async def _change(engine: Any, info: dict[str, Any]) -> None:
     try:
         if whole:
             await _call(engine, _PREPARE, info)
-            while not all(await _call(engine, _PREPARED)):
+            while not await _all_prepared(engine):
                 await asyncio.sleep(_POLL_S)
             began = time.perf_counter()
             await _call(engine, "start_weight_update")
@@ -140,12 +140,31 @@ async def _change(engine: Any, info: dict[str, Any]) -> None:
 
 
 async def _call(engine: Any, method: str, arguments: dict[str, Any] | None = None) -> Any:
-    """Call a method of all workers. vLLM itself waits for ever if an engine dies meanwhile.
+    """Call a method of all workers.
 
     Raises:
         EngineDeadError: The engine is gone.
     """
-    called = asyncio.ensure_future(engine.collective_rpc(method, kwargs=arguments))
+    return await _answer(engine, engine.collective_rpc(method, kwargs=arguments))
+
+
+async def _all_prepared(engine: Any) -> bool:
+    """Return whether all workers, those of each replica, have loaded the step.
+
+    Raises:
+        EngineDeadError: The engine is gone.
+    """
+    # Of several replicas, `collective_rpc` asks all and returns the answers of the first.
+    ask = getattr(engine.engine_core, "call_utility_all_async", None)
+    if ask is None:
+        return all(await _call(engine, _PREPARED))
+    answers = await _answer(engine, ask("collective_rpc", _PREPARED, None, (), None))
+    return all(all(each) for each in answers)
+
+
+async def _answer(engine: Any, call: Coroutine[Any, Any, Any]) -> Any:
+    """Wait for the answer to a call. vLLM itself waits for ever if an engine dies meanwhile."""
+    called = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait({called}, timeout=_LOOKS_S))[0]:
             if engine.errored:

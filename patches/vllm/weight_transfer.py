@@ -65,10 +65,20 @@ _log = logging.getLogger(__name__)
 
 _NICE: Final = 5
 _BUILT_WITHIN_S: Final = 60.0
-_ATTEMPTS: Final = 3
-_ATTEMPTS_S: Final = 0.5
+# A former step is freed when all leases are given back: how soon and how often it is tried, and for
+# how long, which another engine that still runs the step may exceed.
+_FREED_AFTER_S: Final = 0.1
+_FREED_EVERY_S: Final = 5.0
+_FREED_WITHIN_S: Final = 60.0
 # Of a checkpoint's config.json: what does not say how the model computes.
 _NOT_COMPARED: Final = frozenset({"transformers_version", "_name_or_path", "dtype", "torch_dtype"})
+# Settings of an engine that may lead to answers with other weights than its own, and why.
+_REFUSED: Final = {
+    "lora_config": "the update would not reach all weights",
+    "speculative_config": "the update would not reach all weights",
+    "kv_transfer_config": "a connector may bring keys and values that another step has computed",
+    "ec_transfer_config": "a connector may bring what the encoder of another step has computed",
+}
 
 
 @dataclass
@@ -120,7 +130,8 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
 
         Raises:
             ConfigError: The model was loaded without `tensor_dedup`, or is not from a store.
-            UnsupportedError: Something else changes the weights or modules of the model.
+            UnsupportedError: Something else changes the weights or modules of the model, or brings
+                what other weights have computed.
         """
         super().__init__(config, vllm_config, device, model)
         if (reason := why_not("steps")) is not None:
@@ -131,13 +142,12 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
                 "tensor_dedup=...; add the argument",
                 setting="weight_transfer_config",
             )
-        for name in ("lora_config", "speculative_config"):
+        for name, reason in _REFUSED.items():
             if getattr(vllm_config, name, None) is not None:
-                raise UnsupportedError(
-                    f'the weight transfer backend "tensor_dedup" does not combine with {name}: '
-                    "the update would not reach all weights; drop one of the two",
-                    setting=name,
-                )
+                raise _refused(name, reason)
+        # Of replicas, that is of models without experts, each has a configuration of one.
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise _refused("data_parallel_size", "one answer would use experts of two steps")
         self._preparation: Preparation | None = None
         self._takeover: Takeover | None = None
         self._checkout: Checkout | None = None
@@ -228,9 +238,6 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         self._takeover = self._checkout = None
         load_config = self.vllm_config.load_config
         former = load_config.model_loader_extra_config[KEY]
-        manager, held = split(former)[0].memory_manager, stored_in(former)
-        is_former = held is not None and held.url != checkout.url
-        what = (os.fspath(manager), held.url) if manager and held and is_former else ()
         extra = _extra(load_config, checkout)
         takeover.apply()
         # From here on nothing may fail: the engine is at this step, and a reload reads it.
@@ -239,6 +246,7 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         # Beside the model, which goes on; without a thread, memory is freed later.
         name = "tensor-dedup-former-step"
         with suppress(RuntimeError):
+            what = former, load_config
             threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
 
     def shutdown(self) -> None:
@@ -247,20 +255,41 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
             self.abandon()
 
 
-def _let_go(manager: str | None = None, url: str = "") -> None:
+def _refused(name: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f'the weight transfer backend "tensor_dedup" does not combine with {name}: {reason}; drop '
+        "one of the two",
+        setting=name,
+    )
+
+
+def _let_go(former: Mapping[str, Any], load_config: Any) -> None:
     """Return the memory of a former step to the system, and let a memory manager free the step.
 
-    If another engine runs the step, the manager keeps it until that one changes, too.
+    `former` is what the loader's configuration, which is in `load_config`, had for that step. If
+    another engine runs the step, the manager keeps it until that one changes, too, and lets go.
     """
     release_memory()  # packed layers lay in the heap, which would stay as large as two steps
-    if manager is None:
+    manager, held = split(former)[0].memory_manager, stored_in(former)
+    if not manager or held is None:
         return
+
+    def is_former() -> bool:  # and the engine has not come back to it
+        now = stored_in(load_config.model_loader_extra_config[KEY])
+        return now is None or now.url != held.url
+
+    name, wait = checkpoint_name(held.url), _FREED_AFTER_S
+    until = time.monotonic() + _FREED_WITHIN_S
     try:
         with Admin(socket_path(None if manager == AUTO else manager)) as admin:
-            for _ in range(_ATTEMPTS):
-                if admin.evict(checkpoint_name(url)).count:
+            # Leases are given back one by one, and on a busy host it takes a while.
+            while is_former() and time.monotonic() < until:
+                admin.evict(name)
+                rows = admin.overview(residents=False).checkpoints
+                if all(row.name != name or row.pinned for row in rows):
                     return
-                time.sleep(_ATTEMPTS_S)  # leases that were given back may still be on their way
+                time.sleep(wait)
+                wait = min(2 * wait, _FREED_EVERY_S)
     except MemoryManagerError as error:
         _log.debug("a former step is not freed: %s", str(error))
 

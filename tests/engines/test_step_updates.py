@@ -4,6 +4,7 @@ The oracle is an engine that loads the step.
 """
 
 import asyncio
+import copy
 import gc
 import threading
 import time
@@ -25,7 +26,12 @@ from tensor_dedup import Store
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.takeover import Takeover
-from tensor_dedup.patches.vllm import weight_transfer
+from tensor_dedup.memory_manager.client.admin import Overview
+from tensor_dedup.memory_manager.client.names import checkpoint_name
+from tensor_dedup.memory_manager.protocol.messages import Done
+from tensor_dedup.memory_manager.protocol.tables import CheckpointRow
+from tensor_dedup.patches.vllm import step_updates, weight_transfer
+from tensor_dedup.patches.vllm.load_formats import KEY
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.training import CheckpointStore
 from vllm_runs import engines, following, plain, shared
@@ -222,6 +228,42 @@ def test_the_heap_of_the_former_step_is_given_back(llm: "LLM") -> None:
     with mock.patch.object(weight_transfer, "release_memory") as release:
         llm.update_weights({"step": 1})
         managers.until(lambda: release.called)
+
+
+def test_a_manager_frees_a_former_step_whose_leases_come_back_one_by_one(
+    llm: "LLM", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evicted: list[str] = []
+    name = checkpoint_name(f"store://{_RUN}@0")
+
+    class Manager:
+        """Of three slabs one comes back after each attempt."""
+
+        def __init__(self, path: object) -> None: ...
+        def __enter__(self) -> "Manager":
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def evict(self, what: str) -> Done:
+            evicted.append(what)
+            return Done(1, 1)
+
+        def overview(self, *, residents: bool) -> Overview:
+            assert not residents
+            left = 3 - len(evicted)
+            rows = [CheckpointRow(name, left, left, left, pinned=False)] if left else []
+            return Overview(mock.Mock(), [], rows, [], [])
+
+    monkeypatch.setattr(weight_transfer, "Admin", Manager)
+    config = llm.llm_engine.vllm_config.load_config
+    former = config.model_loader_extra_config[KEY]
+    former = {**former, "memory_manager": "/somewhere"}
+    llm.update_weights({"step": 1})
+    weight_transfer._let_go(former, config)
+    assert evicted == [name] * 3
+    llm.update_weights({"step": 0})
+    weight_transfer._let_go(former, config)
+    assert evicted == [name] * 3, "it runs that step again"
 
 
 def test_engines_at_one_step_share_it(store: Path, llm: "LLM") -> None:
@@ -441,6 +483,56 @@ def test_an_engine_without_the_loader_is_refused(tmp_path: Path) -> None:
     folder = checkpoints.make("llama", tmp_path).base
     with pytest.raises(ConfigError, match="loaded with tensor_dedup"):
         plain.engine(folder, weight_transfer_config=_BACKEND)
+
+
+def _transfer(llm: "LLM") -> Any:
+    executor: Any = llm.llm_engine.model_executor
+    return executor.driver_worker.worker.weight_transfer_engine
+
+
+@pytest.mark.parametrize(
+    "setting", ["lora_config", "speculative_config", "kv_transfer_config", "ec_transfer_config"]
+)
+def test_what_may_bring_the_work_of_other_weights_is_refused(llm: "LLM", setting: str) -> None:
+    own = _transfer(llm)
+    config = copy.copy(own.vllm_config)
+    type(own)(own.config, config, own.device, own.model)
+    setattr(config, setting, object())
+    with pytest.raises(UnsupportedError, match=setting) as raised:
+        type(own)(own.config, config, own.device, own.model)
+    assert raised.value.facts["setting"] == setting
+
+
+def test_replicas_that_compute_one_answer_together_are_refused(llm: "LLM") -> None:
+    own = _transfer(llm)
+    config = copy.copy(own.vllm_config)
+    config.parallel_config = copy.copy(config.parallel_config)
+    config.parallel_config.data_parallel_size = 2
+    with pytest.raises(UnsupportedError, match=r"data_parallel_size.*experts of two steps"):
+        type(own)(own.config, config, own.device, own.model)
+
+
+def test_an_update_waits_until_each_replica_has_loaded_the_step() -> None:
+    """Of several, vLLM's `collective_rpc` has the answers of the first one alone."""
+    called: list[str] = []
+    loaded = iter([[[True], [False]], [[True], [True]]])
+
+    class Client:
+        async def call_utility_all_async(self, method: str, *args: Any) -> list[list[bool]]:
+            called.append(args[0])
+            return next(loaded)
+
+    class Engine:
+        engine_core, errored = Client(), False
+
+        async def collective_rpc(self, method: str, kwargs: object = None) -> list[bool]:
+            called.append(method)
+            return [True]
+
+    asyncio.run(step_updates._change(Engine(), {"update_info": {"url": "store://policy@1"}}))
+    prepared = ["tensor_dedup_update_is_prepared"] * 2
+    change = ["start_weight_update", "update_weights", "finish_weight_update"]
+    assert called == ["tensor_dedup_prepare_update", *prepared, *change]
 
 
 def answer_while_following(root: str) -> tuple[list[int], list[bool]]:

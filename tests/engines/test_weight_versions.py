@@ -11,12 +11,12 @@ import pytest
 
 from models import tiny_checkpoints as checkpoints
 from tensor_dedup import report
-from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.loader.unsharing.model_digests import ModelDigests, weight_version
 from tensor_dedup.patches.vllm.weight_versions import BlockHasher, EngineWeights
 from tensor_dedup.training import CheckpointStore
+from vllm_runs import connectors, plain, shared
 from vllm_runs import engines as engine_tools
-from vllm_runs import plain, shared
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -408,6 +408,61 @@ def test_of_weights_that_somebody_else_has_loaded_nothing_is_known(
         weights.refresh()
         assert llm.get_weight_version() == "default"
     assert core_of(llm).request_block_hasher.salt not in (None, salt)
+
+
+@pytest.mark.parametrize("connector", [connectors.BY_TOKENS, connectors.BY_HASHES])
+def test_a_connector_of_plain_vllm_brings_what_weights_that_are_gone_have_computed(
+    base: Path, other: Path, engines: Open, connector: str, tmp_path: Path
+) -> None:
+    with plain.kept_as("plain"):
+        wanted = fresh_answer(other, engines)
+        llm = engines(base, **connectors.settings(connector, str(tmp_path)))
+        first = ask(llm)
+        llm.llm_engine.reset_prefix_cache()
+        assert ask(llm) == (CACHED, first[1]), "nothing came from the connector"
+        shared.reload(llm, other)
+        llm.llm_engine.reset_prefix_cache()
+        cached, answer = ask(llm)
+    assert cached == CACHED, "no test here shows anything"
+    assert answer != wanted
+
+
+def test_a_connector_that_goes_by_hashes_brings_nothing_of_other_weights(
+    base: Path, other: Path, engines: Open, tmp_path: Path
+) -> None:
+    wanted = fresh_answer(other, engines, tensor_dedup=PLAIN)
+    files = connectors.settings(connectors.BY_HASHES, str(tmp_path))
+    llm = engines(base, tensor_dedup=PLAIN, **files)
+    first = ask(llm)
+    assert not first[0]
+    llm.llm_engine.reset_prefix_cache()
+    assert ask(llm) == (CACHED, first[1]), "nothing came from the connector"
+    shared.reload(llm, other)
+    llm.llm_engine.reset_prefix_cache()
+    assert ask(llm) == (0, wanted)
+    llm.llm_engine.reset_prefix_cache()
+    assert ask(llm) == (CACHED, wanted)
+
+
+def test_an_engine_that_follows_steps_refuses_connectors(
+    base: Path, engines: Open, tmp_path: Path
+) -> None:
+    from vllm.config import ECTransferConfig
+
+    with CheckpointStore(tmp_path / "store", "policy", config=base) as run:
+        run.save(checkpoints.tensors(base), 0)
+    config = {**PLAIN, "store": str(tmp_path / "store")}
+    backend = {"backend": "tensor_dedup"}
+    encoders: dict[str, Any] = {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"}
+    for refused, setting in (
+        ("kv_transfer_config", connectors.settings(connectors.BY_HASHES, str(tmp_path))),
+        ("kv_transfer_config", {"kv_offloading_size": 0.1, "kv_offloading_backend": "native"}),
+        ("ec_transfer_config", {"ec_transfer_config": ECTransferConfig(**encoders)}),
+    ):
+        with pytest.raises(UnsupportedError, match=f"does not combine with {refused}"):
+            engines(
+                "store://policy@0", tensor_dedup=config, weight_transfer_config=backend, **setting
+            )
 
 
 def test_a_connector_with_names_of_its_own_gets_the_salt_with_the_request() -> None:
