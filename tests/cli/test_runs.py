@@ -56,6 +56,47 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
+def at_url(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["runs", "show", *arguments])
+
+
+def test_a_run_at_a_url_is_shown_with_what_each_step_costs(runs: Runs) -> None:
+    url = (runs.store.parent / "remote").as_uri()
+    Store.open(runs.store).push(url, "a/one")
+    document = json.loads(at_url(url, "--run", "a/one", "--json").stdout)
+    assert (document["url"], document["run"], document["damaged"]) == (url, "a/one", [])
+    here = runs.document("show", "a/one")["steps"]
+    assert [{key: each[key] for key in here[0]} for each in document["steps"]] == here
+    assert {each["kind"] for each in document["steps"]} == {"whole"}
+    assert [each["direct_bytes"] for each in document["steps"]] == [None] * 4
+    text = at_url(url, "--run", "a/one").stdout
+    assert {"stored", "direct", "anchor", "loss", "itself"} <= {*re.findall(r"\w+", text)}
+    (runs.store.parent / "remote" / "refs" / "a%2Fone@20").write_text("?")
+    damaged = at_url(url, "--run", "a/one", "--json")
+    assert damaged.exit_code == 1
+    found = json.loads(damaged.stdout)
+    assert [each["step"] for each in found["steps"]] == [0, 10, 30]
+    assert [each["name"] for each in found["damaged"]] == ["a/one@20"]
+    assert "a/one@20 cannot be read: " in at_url(url, "--run", "a/one").stdout
+
+
+def test_where_a_run_at_a_url_cannot_be_shown(runs: Runs, tmp_path: Path) -> None:
+    url = (runs.store.parent / "remote").as_uri()
+    Store.open(runs.store).push(url, "two")
+    (tmp_path / "other").mkdir()
+    for arguments, status, said in (
+        ((url,), 2, f"no step of a run 'remote'; see `tensor-dedup remote list {url}`"),
+        ((url, "--run", "two", "--store", "store"), 2, "give one of them"),
+        (("two", "--run", "two"), 2, "give a URL in place of RUN"),
+        ((runs.store.as_uri(),), 2, "is a store"),
+        (((tmp_path / "other").as_uri(),), 3, "there is no remote"),
+        (("oci://host/team:v1",), 2, "only push and pull take oci:// URLs"),
+    ):
+        result = at_url(*arguments)
+        assert (result.exit_code, result.stdout) == (status, "")
+        assert said in result.stderr
+
+
 def test_runs_and_steps_are_listed(kept: Runs) -> None:
     found = kept.document("list")["runs"]
     assert [(each["run"], each["steps"]) for each in found] == [

@@ -19,6 +19,7 @@ WITH_RUN = [
     ("list", 0),
     ("show r", 0),
     ("show nope", 2),
+    ("show r --run r", 2),
     ("stats", 0),
     ("stats r --tensors", 0),
     ("stats nope", 2),

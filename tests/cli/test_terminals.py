@@ -55,6 +55,7 @@ COMMANDS = [
     "remote gc {url} --dry-run",
     "runs list",
     f"runs show {RUN}",
+    f"runs show {{url}} --run {RUN}",
     f"runs stats {RUN} --tensors",
     f"runs best {RUN} validation/loss",
     f"runs diff {RUN}@0 {RUN}@3000",

@@ -207,8 +207,13 @@ def remember_given(context: click.Context, parameter: click.Parameter, value: _V
     Messages that suggest a command can then repeat it. This is a click `callback`; it
     returns `value` unchanged.
     """
-    context.meta[f"{_GIVEN}{parameter.name}"] = value
+    remember(context, parameter.name or "", value)
     return value
+
+
+def remember(context: click.Context, name: str, value: object) -> None:
+    """Remember that `value` was given for `name`, which is "store", "url" or "name"."""
+    context.meta[_GIVEN + name] = value
 
 
 def given(name: str) -> str | None:

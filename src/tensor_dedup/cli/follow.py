@@ -13,8 +13,8 @@ from typing import Final
 
 import click
 
-from tensor_dedup.cli import WrongUse, printable
-from tensor_dedup.cli.remote import interruptible, url_argument
+from tensor_dedup.cli import printable
+from tensor_dedup.cli.remote import interruptible, run_of_url, url_argument
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.terminal import FiniteRange, json_option, say_lines
 from tensor_dedup.errors import TensorDedupError
@@ -26,7 +26,6 @@ from tensor_dedup.publishing.follower import (
     LoadedEvent,
 )
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.urls import last_component
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.steps.runs import check_run
 from tensor_dedup.text_table import human
@@ -78,7 +77,7 @@ def command(
     It ends with Ctrl-C or SIGTERM, or with --once after one round. With --json, each line is a JSON
     document.
     """
-    named = check_run(run if run is not None else _last_component(url))
+    named = check_run(run if run is not None else run_of_url(url))
     remote, opened = Remote.open(url), LocalStore.open(store)
 
     if once:
@@ -122,13 +121,6 @@ def _print_all(
             os._exit(0)
     if failed:
         raise failed[0]
-
-
-def _last_component(url: str) -> str:
-    found = last_component(url)
-    if not found:
-        raise WrongUse("no run follows from the URL; name it with --run")
-    return found
 
 
 @contextmanager

@@ -39,6 +39,7 @@ from tensor_dedup.remote.oci.artifact import Artifact, default_name, is_artifact
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
+from tensor_dedup.remote.urls import last_component
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.manifests import named_tensors
 from tensor_dedup.store.format.names import check_name, marked_by, run_of_latest
@@ -49,6 +50,18 @@ _DIGITS: Final = 12  # of a digest
 # What has to be tidied up after Ctrl-C takes less, and what waits for a server may take more.
 _PATIENCE_S: Final = 5.0
 _SHOW_CURSOR: Final = b"\x1b[?25h\n"
+
+
+def run_of_url(url: str) -> str:
+    """Return the name that a run has by default where it is published at `url`.
+
+    Raises:
+        WrongUse: No name follows from the URL.
+    """
+    found = last_component(url)
+    if not found:
+        raise WrongUse("no run follows from the URL; name it with --run")
+    return found
 
 
 @contextmanager
@@ -226,7 +239,12 @@ def command(ctx: click.Context) -> None:
     ctx.with_resource(interruptible())
 
 
-def _opened(url: str) -> Remote:
+def opened_remote(url: str) -> Remote:
+    """Open the remote at `url`.
+
+    Raises:
+        WrongUse: The URL is that of an artifact, or of the folder of a store.
+    """
     if is_artifact(url):
         name = ArtifactName.parse(url)  # which shows no secret of a URL that holds one
         raise WrongUse(
@@ -249,7 +267,7 @@ def list_(ctx: click.Context, url: str, as_json: bool) -> None:
 
     The exit status is 1 if a checkpoint cannot be read, or was found damaged or lost.
     """
-    remote = _opened(url)
+    remote = opened_remote(url)
     found = remote.checkpoints()
     if as_json:
         document = {"url": remote.url, "checkpoints": [each.to_dict() for each in found]}
@@ -309,7 +327,7 @@ def _damage_of(checkpoint: RemoteCheckpoint) -> str:
 def show(url: str, name: str, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME of a remote, or the steps of a run."""
     _check_order(name, url, "remote show URL NAME")
-    remote = _opened(url)
+    remote = opened_remote(url)
     name = latest_on(remote, name)
     steps = remote.steps(name)
     if steps:
@@ -382,7 +400,7 @@ def du(ctx: click.Context, url: str, as_json: bool) -> None:
 
     The exit status is 1 if a checkpoint cannot be read, or was found damaged or lost.
     """
-    remote = _opened(url)
+    remote = opened_remote(url)
     found = remote.usage()
     if as_json:
         say({"url": remote.url, **found.to_dict()}, as_json)
@@ -408,7 +426,7 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     `remote gc` frees the space that no other uses.
     """
     _check_order(name, url, "remote delete URL NAME")
-    remote = _opened(url)
+    remote = opened_remote(url)
     steps = remote.steps(name)
     # The mark of a step goes with it.
     marks = [mark for mark in remote.marks(name) if marked_by(mark) not in steps]
@@ -446,7 +464,7 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
     catalog that it replaces is left to the next run. If anything cannot be read, nothing is
     deleted.
     """
-    remote = _opened(url)
+    remote = opened_remote(url)
     plan = remote.gc(lease, dry_run=True)
     if not dry_run:
         if plan.delete:
@@ -490,7 +508,7 @@ def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     needs them sends their contents again.
     """
     with ByteBar("verifying") as progress:
-        result = _opened(url).verify(full=full, advance=progress.advance)
+        result = opened_remote(url).verify(full=full, advance=progress.advance)
     say(result.to_dict(), as_json, *_verify_lines(result, full, url))
     if not result.fine:
         ctx.exit(1)

@@ -12,7 +12,8 @@ import click
 from rich.table import Table
 
 from tensor_dedup.api import Store
-from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
+from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable, remember
+from tensor_dedup.cli.remote import interruptible, opened_remote, run_of_url
 from tensor_dedup.cli.run_plot import PlottedRun, page
 from tensor_dedup.cli.store import (
     Freed,
@@ -28,20 +29,24 @@ from tensor_dedup.cli.tables import Dotted, counted, fitted
 from tensor_dedup.cli.terminal import ask, console, json_option, say, say_lines, yes_option
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.formats.layers.layer_names import natural
+from tensor_dedup.remote import RemoteStep
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.steps.errors import KeptStepError
 from tensor_dedup.store.steps.notes import shown
 from tensor_dedup.store.steps.retention import Mode, goal, ranked
 from tensor_dedup.store.steps.retention import best as best_step
-from tensor_dedup.store.steps.runs import Step, parse_step_name, step_name
+from tensor_dedup.store.steps.runs import Step, check_run, parse_step_name, step_name
 from tensor_dedup.store.upkeep.run_sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 from tensor_dedup.training import CheckpointStore
-from tensor_dedup.types import STORE_SCHEME
+from tensor_dedup.types import STORE_SCHEME, is_url
 
 _SHOWN_NAMES = 20
+_HEADINGS: Final = frozenset(
+    {"step", "size", "stored", "direct", "anchor", "saved", "kept", "adapter"}
+)
 _NO_COST = RunCost(0, 0, 0, 0, 0)
 _UNKNOWN_COST: Final[Mapping[str, int | None]] = dict.fromkeys(
     ("new_tensors", "new_bytes", "stored_bytes")
@@ -161,14 +166,30 @@ def when(seconds: int) -> str:
 
 
 @command.command()
-@run_argument
+@click.argument("run", metavar="RUN_OR_URL", shell_complete=_run_names)
+@click.option(
+    "--run", "name", metavar="RUN", help="The run at URL; by default the last component of URL."
+)
 @store_option
 @json_option
-def show(run: str, store: str | None, as_json: bool) -> None:
+@click.pass_context
+def show(ctx: click.Context, run: str, name: str | None, store: str | None, as_json: bool) -> None:
     """Show the steps of RUN with their time, size and metrics, and what each one cost.
 
     `stored` is the space that a step takes beside those before it.
+
+    For a run that is published to a remote, give the URL: s3://BUCKET/RUN, gs://, az:// or
+    file:///FOLDER. `direct` is then what a program that follows the run pulls of a step. `anchor`
+    is the step that it is stored against: itself, if it is whole, or "deleted". The exit status is
+    1 if a step cannot be read.
     """
+    if _is_of_remote(run):
+        if store is not None:
+            raise WrongUse("a URL names a remote, and --store a store: give one of them")
+        _show_remote(ctx, run, name, as_json)
+        return
+    if name is not None:
+        raise WrongUse("--run names the run at a URL; give a URL in place of RUN")
     opened = existing(store)
     steps = steps_of(opened, run)
     costs = _step_costs(opened, run)
@@ -176,17 +197,60 @@ def show(run: str, store: str | None, as_json: bool) -> None:
         found = [{**step.to_dict(), **costs.get(step.step, _UNKNOWN_COST)} for step in steps]
         say({"run": run, "steps": found}, as_json)
         return
+    stored = [known(costs.get(step.step, _UNKNOWN_COST)["stored_bytes"]) for step in steps]
+    _print_steps(steps, {"stored": stored})
+
+
+def _is_of_remote(run: str) -> bool:
+    return is_url(run) and not run.startswith(STORE_SCHEME)
+
+
+def _show_remote(ctx: click.Context, url: str, run: str | None, as_json: bool) -> None:
+    """Show the steps of a run on a remote."""
+    with interruptible():
+        remote = opened_remote(url)
+        remember(ctx, "url", url)  # now: it holds no secret
+        found = remote.step_costs(check_run(run_of_url(url) if run is None else run))
+    if as_json:
+        damaged = [{"name": name, "damage": what} for name, what in found.damaged.items()]
+        document = {"url": remote.url, "run": found.run, "damaged": damaged}
+        say({**document, "steps": [each.to_dict() for each in found.steps]}, as_json)
+    else:
+        stored = [None if s.growth is None else s.growth.stored_bytes for s in found.steps]
+        more = {
+            "stored": [known(each) for each in stored],
+            "direct": [
+                "" if s.direct_bytes is None else human(s.direct_bytes) for s in found.steps
+            ],
+            "anchor": [_anchor(each) for each in found.steps],
+        }
+        if found.steps:
+            _print_steps([each.step for each in found.steps], more)
+        say_lines(*(f"{name} cannot be read: {what}" for name, what in found.damaged.items()))
+    if found.damaged:
+        ctx.exit(1)
+
+
+def _anchor(each: RemoteStep) -> str:
+    if each.kind is None:
+        return "-"
+    anchor = None if each.anchor is None else parse_step_name(each.anchor)
+    return "itself" if each.kind == "whole" else "deleted" if anchor is None else str(anchor.step)
+
+
+def _print_steps(steps: Sequence[Step], costs: Mapping[str, Sequence[str]]) -> None:
+    """Print a row for each step, with the columns `costs`, a text for each step."""
     names = sorted({name for step in steps for name in step.metrics}, key=natural)
     headings = {name: _heading(name) for name in names}
     columns = {
         "size": [human(step.nbytes) for step in steps],
-        "stored": [known(costs.get(s.step, _UNKNOWN_COST)["stored_bytes"]) for s in steps],
+        **{title: [*texts] for title, texts in costs.items()},
         **{headings[name]: [_number(step.metrics.get(name)) for step in steps] for name in names},
         "saved": [when(step.saved_at) for step in steps],
         "kept": ["yes" if step.kept else "" for step in steps],
         "adapter": [printable(step.adapter) for step in steps],
     }
-    least = ["adapter", "saved", "kept", *reversed(headings.values()), "stored", "size"]
+    least = ["adapter", "saved", "kept", *reversed(headings.values()), *reversed([*costs]), "size"]
     widest = max(len(str(text)) for text in ("step", *(step.step for step in steps)))
     out = console()
     table, left_out = fitted(out, "step", [f"{s.step:>{widest}}" for s in steps], columns, least)
@@ -210,7 +274,7 @@ def _step_costs(store: Store, run: str) -> dict[int, dict[str, int | None]]:
 
 def _heading(metric: str) -> str:
     shown_name = printable(metric)
-    taken = shown_name in ("step", "size", "stored", "saved", "kept", "adapter")
+    taken = shown_name in _HEADINGS
     return f"{shown_name} (metric)" if taken else shown_name
 
 

@@ -2,6 +2,7 @@
 
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import TransferResult
+from tensor_dedup.remote.step_costs import RemoteRun, RemoteStep
 from tensor_dedup.remote.sweep import RemoteGcPlan
 from tensor_dedup.remote.upkeep import RemoteCheckpoint, RemoteUsage
 from tensor_dedup.remote.verify import RemoteVerifyResult
@@ -10,6 +11,8 @@ __all__ = [
     "Remote",
     "RemoteCheckpoint",
     "RemoteGcPlan",
+    "RemoteRun",
+    "RemoteStep",
     "RemoteUsage",
     "RemoteVerifyResult",
     "TransferResult",

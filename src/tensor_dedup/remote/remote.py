@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from tensor_dedup.remote import layout, sweep, upkeep, verify
+from tensor_dedup.remote import layout, step_costs, sweep, upkeep, verify
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
@@ -142,6 +142,15 @@ class Remote:
     def usage(self) -> upkeep.RemoteUsage:
         """Measure the space that the remote takes, and what each checkpoint alone needs of it."""
         return upkeep.usage(self.bucket)
+
+    def step_costs(self, run: str) -> step_costs.RemoteRun:
+        """Return the steps of `run`, with what each costs on the remote. No tensor data is read.
+
+        Raises:
+            UnknownRemoteNameError: There is no step of this run.
+            UnlistedRemoteError: The remote is behind a plain web server, which cannot list objects.
+        """
+        return step_costs.step_costs(self.bucket, run)
 
     def delete(self, name: str) -> None:
         """Delete the name of a checkpoint; for a kept step, delete the mark too.

@@ -70,7 +70,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("server_bucket", "urls"),
         *("lease", "results", "catalog", "conditions", "loads", "manifests", "run_steps"),
         *("pieces", "locate"),
-        *("step_deltas", "push", "pull", "inventory", "sweep", "verify", "upkeep"),
+        *("step_deltas", "push", "pull", "inventory", "sweep", "verify", "upkeep", "step_costs"),
         *("oci", "remote", "latest", "transfer", "on_demand"),
     ),
     "loader": (

@@ -5,7 +5,7 @@ read once, however many steps share it.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -180,31 +180,39 @@ def growth(objects: Objects, run: str) -> list[Growth]:
     Call it inside `with locks.session(...):`. No tensor data is read.
     """
     seen: dict[bytes, list[Piece]] = {}
-    known: dict[bytes, int] = {}
-    total = 0
-    needed_before = set[bytes]()
-    found: list[tuple[int, int, dict[bytes, int], int, float]] = []
-    for step, content in manifests_of_run(objects, run):
-        tensors = tensors_of(objects, content, seen)
-        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
-        known |= new
-        total += len(tensors)
-        ratio = len(known) / total if total else 1.0
-        found.append((step, len(tensors), new, content.nbytes, ratio))
+    steps = [
+        (step, tensors_of(objects, content, seen), content.nbytes)
+        for step, content in manifests_of_run(objects, run)
+    ]
     held: dict[ContainerId, dict[bytes, Record]] = {}
     for container in objects.containers:
         with suppress(MissingObjectError):
             table = objects.containers.table(container)
             held[container] = {record.digest: record for record in table.records}
-    records = _own_records(held, held.keys())
-    grown = []
-    for step, count, new, nbytes, ratio in found:
+    return grown(steps, own_records(held, held.keys()))
+
+
+def grown(
+    steps: Iterable[tuple[int, Sequence[Piece], int]], records: Mapping[bytes, Record]
+) -> list[Growth]:
+    """Return what each of `steps` added to those before it.
+
+    Each of `steps` has a number, the step's tensors, and its size. `records` says how each tensor
+    is stored, as `own_records` returns it. Nothing is read.
+    """
+    known, needed_before = set[bytes](), set[bytes]()
+    total, found = 0, []
+    for step, tensors, nbytes in steps:
+        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
+        known |= new.keys()
+        total += len(tensors)
+        ratio = round(len(known) / total if total else 1.0, 4)
         taken = _with_bases(new, records)
         stored = sum(taken[digest] for digest in taken.keys() - needed_before)
         needed_before.update(taken)
         added = len(new), nbytes, sum(new.values()), stored
-        grown.append(Growth(step, count, *added, round(ratio, 4)))
-    return grown
+        found.append(Growth(step, len(tensors), *added, ratio))
+    return found
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
@@ -291,15 +299,18 @@ def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
     freed += references + sum(status.size for status in sizes if status is not None)
     unused = ours.keys() - theirs.keys() - then.anchors
     dead = sum(record.stored for record in held_in(found, then) if record.digest in unused)
-    records = _own_records(held, now.containers)
+    records = own_records(held, now.containers)
     mine = _with_bases(ours, records)
     others_too = mine.keys() & _with_bases(theirs, records).keys()
     shared = sum(mine[digest] for digest in others_too)
     return RunCost(max(0, freed), dead, sum(mine.values()) - shared, shared, disk_bytes(objects))
 
 
-def _own_records(held: Held, containers: Collection[ContainerId]) -> dict[bytes, Record]:
-    """The records of the pieces that the store itself holds, each where it takes least."""
+def own_records(held: Held, containers: Collection[ContainerId]) -> dict[bytes, Record]:
+    """Return the records of the pieces that these containers hold, each where it takes least.
+
+    Files that are indexed in place are left out.
+    """
     found: dict[bytes, Record] = {}
     for container in containers:
         for digest, record in held[container].items() if container.kind != EXTERNAL else ():
