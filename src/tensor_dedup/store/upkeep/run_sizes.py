@@ -204,7 +204,7 @@ def grown(
     total, found = 0, []
     for step, tensors, nbytes in steps:
         new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
-        known |= new.keys()
+        known.update(new)
         total += len(tensors)
         ratio = round(len(known) / total if total else 1.0, 4)
         taken = _with_bases(new, records)
