@@ -27,6 +27,7 @@ from processes import forked
 from remote_runs import remotes
 from tensor_dedup import Publisher, Store
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from tensor_dedup.publishing.engine_server import EngineServer
 from vllm_runs import fleet, plain
 
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
@@ -384,16 +385,22 @@ def test_a_server_follows_a_run(tmp_path: Path, environment: dict[str, str]) -> 
     log = tmp_path / "log"
     with started_sooner(arguments, environment, log) as (address, process):
         wait_until(lambda: healthy(address), process, log)
-        found = [complete(address)]
+        found, asked = [complete(address)], EngineServer(address)
+        digests = [asked.checkpoint_digest()]
         follow = [sys.executable, "-m", "tensor_dedup", "follow", url, "--once"]
         follow += ["--engine", address, "--store", host]
         subprocess.run(follow, env=environment, check=True, timeout=PATIENCE)
         found.append(complete(address))
+        digests.append(asked.checkpoint_digest())
         missing = ask_to_change(address, 7)
         found.append(complete(address))
         known = ask_to_change(address, 0)
         found.append(complete(address))
+        digests.append(asked.checkpoint_digest())
     assert found == [at_0, at_1, at_1, at_0]
+    # By these, `follow` knows that a server is not at the step that it was asked to load.
+    assert None not in digests
+    assert digests[0] == digests[2] != digests[1]
     assert (missing >= 400, known) == (True, 200)
 
 

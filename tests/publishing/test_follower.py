@@ -31,6 +31,7 @@ from tensor_dedup.publishing.follower import (
     Follower,
     FreedEvent,
     LoadedEvent,
+    TroubleEvent,
 )
 from tensor_dedup.publishing.subscriber import NewStep, fetch
 from tensor_dedup.remote import Remote
@@ -54,11 +55,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """A server with the endpoint of vLLM. It answers with `status`, and notes what it was asked."""
+    """A server with the endpoints of vLLM. It answers with `status`, and notes what it was asked.
+
+    It runs `step`, and tells a digest of it in its list of models if `says_so`.
+    """
 
     def __init__(self, status: int = 200, port: int = 0) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.status = status
+        self.step, self.says_so, self.times_said = -1, False, 0
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -69,8 +74,21 @@ class Engine:
                 said = {"message": "Weights updated"}
                 if engine.status != 200:
                     said = {"error": {"message": "the update\nwas refused", "code": 500}}  # type: ignore[dict-item]
+                else:
+                    engine.step = engine.asked[-1][1]["update_info"]["step"]
+                self._answer(engine.status, said)
+
+            def do_GET(self) -> None:
+                assert self.path == "/v1/models"
+                card: dict[str, Any] = {"id": "policy"}
+                if engine.says_so:
+                    card["tensor_dedup"] = {"checkpoint_digest": f"digest of {engine.step}"}
+                    engine.times_said += 1
+                self._answer(200, {"object": "list", "data": [card]})
+
+            def _answer(self, status: int, said: object) -> None:
                 answer = json.dumps(said).encode()
-                self.send_response(engine.status)
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
@@ -203,6 +221,9 @@ def test_new_steps_are_loaded_as_they_appear_until_a_signal_ends_it(tmp_path: Pa
         for step in range(4):
             publish(full, url, step)
             found = json.loads(following.line())
+            if found["event"] == "trouble":  # the remote was there, and the step not yet
+                assert found["kind"] == "UnknownRemoteNameError"
+                found = json.loads(following.line())
             assert (found["event"], found["name"]) == ("step", f"policy@{step}")
             loaded = json.loads(following.line())
             assert (loaded["event"], loaded["step"]) == ("engine", step)
@@ -336,3 +357,91 @@ def test_a_round_ends_with_whatever_kept_an_engine_from_being_told(tmp_path: Pat
         pytest.raises(UnicodeError, match="odd"),
     ):
         follower.once()
+
+
+@contextmanager
+def followed(tmp_path: Path, asked: Engine, told: list[Event]) -> Iterator[str]:
+    """A thread that follows a run with the steps 1 and 2 for an engine; the URL of the run."""
+    url, stop = f"file://{tmp_path}/policy", threading.Event()
+    publish(open_store(tmp_path / "full"), url, 1, 2)
+    store = open_store(tmp_path / "here")
+    follower = Follower(store, Remote.open(url), "policy", [asked.url], told.append)
+    thread = threading.Thread(target=follower.until, args=(stop, 0.05))
+    thread.start()
+    try:
+        yield url
+    finally:
+        stop.set()
+        thread.join()
+
+
+def loaded_steps(told: list[Event]) -> list[int]:
+    return [each.step for each in told if isinstance(each, LoadedEvent)]
+
+
+def test_an_engine_that_came_up_at_an_earlier_step_is_told_again(tmp_path: Path) -> None:
+    told = list[Event]()
+    with engine() as asked:
+        asked.says_so = True
+        with followed(tmp_path, asked, told) as url:
+            wait_for(lambda: asked.steps() == [2] and asked.times_said > 4)
+            assert asked.steps() == [2]  # it is where it is to be
+            asked.step = 1  # as after a start
+            wait_for(lambda: asked.steps() == [2, 2])
+            assert asked.step == 2
+            asked.status, asked.step = 500, 1
+            wait_for(lambda: len(asked.steps()) > 3)  # it refused, and is asked again
+            asked.status = 200
+            wait_for(lambda: loaded_steps(told) == [2, 2, 2])
+            assert asked.step == 2
+            publish(open_store(tmp_path / "full"), url, 3)
+            wait_for(lambda: loaded_steps(told) == [2, 2, 2, 3])
+
+
+def test_an_engine_that_does_not_say_what_it_runs_is_told_once(tmp_path: Path) -> None:
+    told, said, rounds = list[Event](), list[str | None](), list[NewStep]()
+    right = EngineServer.checkpoint_digest
+
+    def heard(server: EngineServer) -> str | None:
+        said.append(right(server))
+        return said[-1]
+
+    def counted(*args: Any, **options: Any) -> NewStep:
+        rounds.append(fetch(*args, **options))
+        return rounds[-1]
+
+    with (
+        engine() as asked,
+        mock.patch.object(EngineServer, "checkpoint_digest", heard),
+        mock.patch.object(follower_module, "fetch", counted),
+        followed(tmp_path, asked, told),
+    ):
+        wait_for(lambda: asked.steps() == [2] and bool(said))
+        asked.step, before = 1, len(rounds)
+        wait_for(lambda: len(rounds) > before + 5)
+        assert (said, asked.steps()) == ([None], [2])
+
+
+def test_what_an_engine_says_that_is_no_version_is_none() -> None:
+    with engine() as asked:
+        server = EngineServer(asked.url)
+        assert server.checkpoint_digest() is None
+        asked.says_so, asked.step = True, 7
+        assert server.checkpoint_digest() == "digest of 7"
+    assert server.checkpoint_digest() is None
+
+
+def test_an_engine_is_asked_again_after_any_error(tmp_path: Path) -> None:
+    told, right = list[Event](), EngineServer.load
+    with (
+        engine() as asked,
+        mock.patch.object(EngineServer, "load", side_effect=UnicodeError("odd")) as failing,
+        followed(tmp_path, asked, told),
+    ):
+        wait_for(lambda: failing.call_count > 2)
+        failing.side_effect = lambda step: right(EngineServer(asked.url), step)
+        wait_for(lambda: loaded_steps(told) == [2])
+        assert asked.steps() == [2]
+    troubles = [each for each in told if isinstance(each, TroubleEvent)]
+    assert [type(each.error) for each in troubles] == [EngineError]
+    assert "UnicodeError('odd')" in str(troubles[0].error)

@@ -1,4 +1,7 @@
-"""The HTTP server of an engine that is asked to load a step: vLLM's `POST /update_weights`."""
+"""The HTTP server of an engine that is asked to load a step: vLLM's `POST /update_weights`.
+
+Which weights an engine has, `GET /v1/models` says, where this package answers in vLLM.
+"""
 
 import http.client
 import json
@@ -8,10 +11,13 @@ from urllib.parse import urlsplit
 
 from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
 
-_PATH: Final = "/update_weights"
+_UPDATE: Final = "/update_weights"
+_MODELS: Final = "/v1/models"
 _CONNECT_S: Final = 10.0
 # Until then, the engine fetches the step and loads it beside the one that it runs.
 _ANSWER_S: Final = 3600.0
+_SAYS_S: Final = 10.0
+_MOST_BYTES: Final = 1 << 20
 _MOST_SAID: Final = 300
 _NO_SUCH_PATH: Final = (
     "there is no /update_weights; start the server with VLLM_SERVER_DEV_MODE=1 and "
@@ -38,7 +44,7 @@ class EngineServer:
         if parts.scheme not in ("http", "https") or not host:
             raise EngineUrlError.at(repr(url), "it names no server")
         self.url = url.rstrip("/")
-        self._host, self._port, self._path = host, port, parts.path.rstrip("/") + _PATH
+        self._host, self._port, self._path = host, port, parts.path.rstrip("/")
         self._is_secure = parts.scheme == "https"
 
     def __repr__(self) -> str:
@@ -51,24 +57,38 @@ class EngineServer:
             EngineUnreachableError: The server does not answer.
             EngineError: The engine has not loaded the step.
         """
-        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        link = kind(self._host, self._port, timeout=_CONNECT_S)
         body = json.dumps({"update_info": {"step": step}})
         try:
-            link.connect()
-            link.sock.settimeout(_ANSWER_S)
-            link.request("POST", self._path, body, {"Content-Type": "application/json"})
-            answer = link.getresponse()
-            said = answer.read(1 << 16)
+            status, said = self._ask("POST", _UPDATE, body, _ANSWER_S)
         except (OSError, http.client.HTTPException) as error:
             what = f"no answer ({str(error) or type(error).__name__})"
             raise EngineUnreachableError.at(self.url, what, engine=self.url, step=step) from error
+        if status != http.client.OK:
+            what = _NO_SUCH_PATH if status == http.client.NOT_FOUND else _message(said)
+            said_so = f"it answered {status} for the step {step}: {what}"
+            raise EngineError.at(self.url, said_so, engine=self.url, step=step)
+
+    def checkpoint_digest(self) -> str | None:
+        """Return the digest of the checkpoint that the engine runs, or None if it does not say."""
+        with suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+            status, said = self._ask("GET", _MODELS, None, _SAYS_S)
+            if status == http.client.OK:
+                return str(json.loads(said)["data"][0]["tensor_dedup"]["checkpoint_digest"])
+        return None
+
+    def _ask(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
+        """Return the status and the body of an answer, which comes within `wait_s` seconds."""
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        link = kind(self._host, self._port, timeout=_CONNECT_S)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            link.connect()
+            link.sock.settimeout(wait_s)
+            link.request(method, self._path + path, body, headers)
+            answer = link.getresponse()
+            return answer.status, answer.read(_MOST_BYTES)
         finally:
             link.close()
-        if answer.status != http.client.OK:
-            what = _NO_SUCH_PATH if answer.status == http.client.NOT_FOUND else _message(said)
-            said_so = f"it answered {answer.status} for the step {step}: {what}"
-            raise EngineError.at(self.url, said_so, engine=self.url, step=step)
 
 
 def _message(said: bytes) -> str:

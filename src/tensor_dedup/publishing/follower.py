@@ -219,17 +219,23 @@ class _Trouble:
 
 
 class _EngineThread(threading.Thread):
-    """Asks one engine to load the latest step, again and again until it has."""
+    """Lets one engine load the latest step, again and again until it has.
+
+    An engine that was started anew may be at an earlier step. So now and then it is asked what it
+    runs, and if that is not what it ran after the last load, the load is asked for again.
+    """
 
     def __init__(
         self, follower: Follower, server: EngineServer, stop: threading.Event, every_s: float
     ) -> None:
         super().__init__(daemon=True, name=f"engine {server.url}")
         self._follower, self._server, self._stop_event = follower, server, stop
+        self._every_s = every_s
         self._trouble = _Trouble(follower, server.url, every_s)
         self._changed = threading.Condition()
         self._wanted: NewStep | None = None
         self._done: NewStep | None = None
+        self._digest: str | None = None  # what the engine ran after that, if it says so
 
     def want(self, found: NewStep | None) -> None:
         """Let the engine load the step `found` if it is another one than before."""
@@ -241,18 +247,34 @@ class _EngineThread(threading.Thread):
 
     def run(self) -> None:
         """Ask until the follower stops."""
-        while True:
+        while not self._stop_event.is_set():
             with self._changed:
-                self._changed.wait_for(self._has_more)
+                self._changed.wait_for(self._has_more, self._every_s)
                 wanted = self._wanted
             if wanted is None or self._stop_event.is_set():
-                return
+                continue
             try:
-                self._follower.tell(load(self._server, wanted))
-                self._done = wanted
-                self._trouble.over()
+                if wanted != self._done or self._is_elsewhere():
+                    self._load(wanted)
             except EngineError as error:
                 self._stop_event.wait(self._trouble.met(error))
+            except Exception as error:  # noqa: BLE001 (nobody would ask this engine again)
+                what = f"it was not asked for {wanted.name!r}: {error!r}"
+                odd = EngineError.at(self._server.url, what, engine=self._server.url)
+                self._stop_event.wait(self._trouble.met(odd))
+
+    def _load(self, wanted: NewStep) -> None:
+        loaded = load(self._server, wanted)
+        self._done, self._digest = wanted, None
+        self._trouble.over()
+        self._follower.tell(loaded)
+        self._digest = self._server.checkpoint_digest()
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the engine runs something else than after the last load, and says so."""
+        if self._digest is None:
+            return False
+        return self._server.checkpoint_digest() not in (None, self._digest)
 
     def _has_more(self) -> bool:
         return self._stop_event.is_set() or self._wanted not in (None, self._done)
