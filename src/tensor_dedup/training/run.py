@@ -587,11 +587,13 @@ class CheckpointStore:
             DrainError: A step could not be copied, or was not copied in time. The step stays on the
                 fast tier, and the copy is tried again.
             RunTakenError: Another `root` is the writer of the run on the second tier. Each call
-                looks whether it still is.
+                looks whether it still is, and so does each copy.
         """
         if self._drain is None:
             return
-        self._drain.start()
+        # A step that is being drained needs no further look at all that the second tier has.
+        if step is None or not self._drain.is_coming(step):
+            self._drain.start()
         if wait:
             self._saves.check()  # a step is drained when it is encoded, so while no save runs
             self._drain.wait(timeout, step)

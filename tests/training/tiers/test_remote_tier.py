@@ -383,6 +383,27 @@ def test_no_save_asks_a_slow_remote(tmp_path: Path, server: Server) -> None:
     assert elsewhere(tmp_path, server).steps() == [0, 1, 2, 3, 4, 5]
 
 
+def test_to_wait_for_a_step_that_is_being_drained_asks_nothing(
+    tmp_path: Path, server: Server
+) -> None:
+    """All that a remote has of a long run is much; only the step itself counts."""
+    run = tiers(tmp_path, server)
+    save(run, 0)
+    run.drain()
+    server.open_.clear()
+    server.reached.clear()
+    save(run, 1)
+    assert server.reached.wait(30)
+    before = server.traffic.counts()[1]
+    run.drain(step=1, wait=False)
+    assert server.traffic.counts()[1] == before
+    run.drain(step=0, wait=False)  # of others it is not known what the remote has now
+    assert server.traffic.counts()[1] > before
+    server.open_.set()
+    run.drain(step=1)
+    assert elsewhere(tmp_path, server).steps() == [0, 1]
+
+
 @pytest.mark.parametrize(
     "what",
     ["no conditions", "no conditions any more", "away", "refused", "a web server", "another"],

@@ -87,6 +87,14 @@ class Drain:
         with self._changed:
             return [*self._queue, *self._broken]
 
+    def is_coming(self, step: int) -> bool:
+        """Return whether `step` is queued, and nothing has to be looked at anew for it.
+
+        If another step could not be drained, or another fast tier is the writer, that is so.
+        """
+        with self._changed:
+            return step in self._queue and not self._broken and not self._tiers.is_taken
+
     def stranded(self) -> list[int]:
         """Return the numbers of the steps on the fast tier that are never drained, sorted."""
         return self._tiers.stranded()
