@@ -15,7 +15,7 @@ built (`Built`) and compared when it is loaded (`note_loaded`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, Final, TypeAlias
@@ -47,6 +47,8 @@ _NOT_HELPERS: Final = (
 )
 # From a module to its quantisation method, to that one's kernels, and to what a kernel holds.
 _MOST_LEVELS: Final = 6
+# So many exceptions may arrive while weights are exchanged, which takes milliseconds.
+_MOST_ARRIVE: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +250,11 @@ class Takeover:
             gone = before.get(path, frozenset()) - new.keys()
             self._attributes.append((vars(mine), vars(theirs), new, gone))
 
-    def apply(self) -> None:
+    def apply(self, note: Callable[[], None] | None = None) -> None:
         """Give the running model the new weights. No thread may compute with it meanwhile.
+
+        `note` is called when it has them. If an exception arrives in the middle, as from a signal
+        handler, all is done nevertheless, `note` perhaps twice, and then the exception is raised.
 
         Raises:
             UnsupportedError: The running model has other tensors than when this was planned. It
@@ -258,6 +263,27 @@ class Takeover:
         for held, key, own in self._places:
             if held.get(key) is not own:
                 raise _differs(key, "was replaced meanwhile")
+        arrived: BaseException | None = None
+        for _ in range(_MOST_ARRIVE):
+            try:
+                self._rebind()
+                if note is not None:
+                    note()
+                break
+            except BaseException as error:  # noqa: BLE001  # raised below
+                arrived = error
+        former = _FORMER.pop(self.running, None)
+        _FORMER[self.running] = _Remains(
+            [tensor for _, tensor in self._tensors],
+            [(theirs, [*new]) for _, theirs, new, _ in self._attributes],
+        )
+        if former is not None:
+            former.let_go()
+        if arrived is not None:
+            raise arrived
+
+    def _rebind(self) -> None:
+        """Give the running model tensors and attributes. May be done again, in part or whole."""
         for own, tensor in self._tensors:
             # Both have the memory now: what a load has set may refer to the new model's parameter.
             set_param_data(own, param_data(tensor))
@@ -269,13 +295,6 @@ class Takeover:
             held.update(new)
         _LOADED[self.running] = _LOADED[self.fresh]
         take_over_digests(self.running, self.fresh)
-        former = _FORMER.pop(self.running, None)
-        _FORMER[self.running] = _Remains(
-            [tensor for _, tensor in self._tensors],
-            [(theirs, [*new]) for _, theirs, new, _ in self._attributes],
-        )
-        if former is not None:
-            former.let_go()
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,10 +239,12 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         load_config = self.vllm_config.load_config
         former = load_config.model_loader_extra_config[KEY]
         extra = _extra(load_config, checkout)
-        takeover.apply()
-        # From here on nothing may fail: the engine is at this step, and a reload reads it.
-        load_config.model_loader_extra_config = extra
-        self.vllm_config.model_config.model = checkout.folder
+
+        def note() -> None:  # a reload reads this step
+            load_config.model_loader_extra_config = extra
+            self.vllm_config.model_config.model = checkout.folder
+
+        takeover.apply(note)
         # Beside the model, which goes on; without a thread, memory is freed later.
         name = "tensor-dedup-former-step"
         with suppress(RuntimeError):

@@ -145,6 +145,7 @@ def _collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, method, *args, **options)
         if not isinstance(method, str) or method not in _FOLLOWED:
             weights.note_write()
+        weights.doubt()
         try:
             found = original(self, method, *args, **options)
         except BaseException:
@@ -280,6 +281,7 @@ class EngineWeights:
         self._weights: str | None = None  # their digest, where it was computed
         self._nameless = False  # because no digest can be known
         self._salt: str | None = None
+        self._doubted = False
 
     @property
     def _core(self) -> Any:
@@ -297,8 +299,20 @@ class EngineWeights:
             return {"checkpoint_digest": self.checkpoint}
         return {} if self._weights is None else {"weights_digest": self._weights}
 
+    def doubt(self) -> None:
+        """Take note that what is known may be outdated until the next `refresh` or `forget`.
+
+        Until then is the time of a call that may change weights. If an exception cuts it short,
+        as from a signal handler, the next request asks.
+        """
+        self._doubted = True
+
     def refresh(self) -> None:
         """Ask the workers which weights they have, and take note of a change."""
+        self._refresh()
+        self._doubted = False
+
+    def _refresh(self) -> None:
         try:
             states = self._ask(_state)
         except Exception as error:  # noqa: BLE001 (whatever it was, nothing is known then)
@@ -336,12 +350,20 @@ class EngineWeights:
         """Take note that nothing is known of the weights, until the workers are asked again."""
         self._states = None
         self._change()
+        self._doubted = False
+
+    def _settle(self) -> None:
+        """Ask the workers if a call was cut short, perhaps while its change was taken note of."""
+        if self._doubted:
+            self._states = None
+            self.refresh_after_failure()
 
     def name_version(self) -> None:
         """Let the engine answer with the version of its weights, unless the user has named one.
 
         The digest of the checkpoint, or else that of the weights, is computed if need be.
         """
+        self._settle()
         if self._core._weight_version != self._named or self._named != _UNNAMED:
             return
         if self._nameless:
@@ -356,6 +378,7 @@ class EngineWeights:
 
     def check_hashes(self, request: Any) -> None:
         """Hash a new request again if its blocks were hashed before the weights changed."""
+        self._settle()
         hasher = self._hasher
         if hasher is None or self._salt is None:
             return

@@ -57,12 +57,16 @@ class Manager:
         """Return when so many leases are held."""
         until = time.monotonic() + 120
         while True:
-            with Admin(self.socket) as admin:
-                held = admin.totals().leases
+            held = self.leases()
             if held >= count:
                 return
             assert time.monotonic() < until, f"{held} of {count} leases"
             time.sleep(0.2)
+
+    def leases(self) -> int:
+        """How many leases are held."""
+        with Admin(self.socket) as admin:
+            return admin.totals().leases
 
     def charged(self) -> int:
         """The bytes that count towards its budget."""
