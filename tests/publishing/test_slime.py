@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import zstandard
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from remote_runs.remotes import MemoryBucket
+from remote_runs.remotes import Faulty, Killed, MemoryBucket
 from tensor_dedup import Publisher, Remote, Store
 from tensor_dedup.publishing.errors import OtherVersionsError
 from tensor_dedup.publishing.slime import SlimeFolder
@@ -196,26 +197,118 @@ def test_the_version_of_another_object_is_followed_by_a_whole_one(tmp_path: Path
     assert_at(late, 2)
 
 
-def test_an_index_is_never_replaced(tmp_path: Path) -> None:
-    class Late(MemoryBucket):
-        """A server on which another trainer's version is not seen before it is written."""
-
-        def head(self, key: str) -> ObjectStatus | None:
-            return None if key.startswith("slime/") else super().head(key)
-
-    store, bucket = Store.open(tmp_path / "store"), Late()
+def steps_of(tmp_path: Path, count: int) -> Store:
+    """A store with the steps of a run, and no versions."""
+    store = Store.open(tmp_path / "store")
     with Publisher(store, run="policy", config=CONFIG) as policy:
-        for step in range(2):
+        for step in range(count):
             policy.publish(model_at(step), step)
+    return store
+
+
+def mounted(bucket: MemoryBucket, folder: Path) -> Path:
+    """The versions of a bucket as the folder that hosts see."""
+    for key, blob in _versions(bucket).items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(blob)
+    return folder / "slime"
+
+
+class Late(MemoryBucket):
+    """A server on which another trainer's version is not seen before it is written."""
+
+    def head(self, key: str) -> ObjectStatus | None:
+        return None if key.startswith("slime/") else super().head(key)
+
+
+def test_a_version_is_never_written_to_by_another(tmp_path: Path) -> None:
+    store, bucket = steps_of(tmp_path, 2), Late()
     one, two = (SlimeFolder(bucket, store, "policy") for _ in range(2))
     assert one.write("policy@0") == 1
-    index = "slime/weight_v000001/model.safetensors.index.json"
-    before = _versions(bucket)[index]
-    with pytest.raises(StoreBusyError, match="at the same time"):
-        two.write("policy@1")
-    assert _versions(bucket)[index] == before
-    assert two.version == 0
+    before = _versions(bucket)
+    assert two.write("policy@1") == 2
+    assert _versions(bucket).items() > before.items()
+    host = Host(mounted(bucket, tmp_path / "mounted"))
+    host.pull(2)
+    assert_at(host, 1)
     one.close()
+    two.close()
+
+
+def _write_last(folder: SlimeFolder, versions: dict[int, int]) -> None:
+    versions[folder.write("policy@4")] = 4
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["whole", "changes"])
+def test_no_version_is_a_mix_wherever_another_trainer_comes_between(
+    tmp_path: Path, first: int
+) -> None:
+    """The other one writes a version in front of each request of the first in turn."""
+    store, at, struck = steps_of(tmp_path, 5), 0, True
+    while struck:
+        bucket, versions = MemoryBucket(), dict[int, int]()
+        other = SlimeFolder(bucket, store, "policy")
+        between = Faulty(bucket, meanwhile=partial(_write_last, other, versions))
+        one = SlimeFolder(between, store, "policy")
+        for step in range(first - 1):
+            versions[one.write(f"policy@{step}")] = step
+        between._at = len(between.calls) + at
+        versions[one.write(f"policy@{first - 1}")] = first - 1
+        versions[one.write(f"policy@{first}")] = first
+        one.close()
+        other.close()
+        struck, at = between.struck and at < 40, at + 1
+        folder = tmp_path / f"mounted-{at}"
+        assert len(versions) == first + 1 + between.struck
+        for version, step in versions.items():
+            host = Host(mounted(bucket, folder))
+            host.pull(version)
+            assert_at(host, step)
+        shutil.rmtree(folder)
+    assert at > 8
+
+
+def test_a_version_that_was_not_finished_is_left_out(tmp_path: Path) -> None:
+    store, bucket = steps_of(tmp_path, 4), MemoryBucket()
+    one = SlimeFolder(bucket, store, "policy")
+    assert one.write("policy@0") == 1
+    cut = Faulty(bucket, 5, "killed before")
+    again = SlimeFolder(cut, store, "policy")
+    again.resume("policy@0")
+    with pytest.raises(Killed):
+        again.write("policy@1")
+    assert cut.calls[-1].startswith("put slime/weight_v000002/")
+    restarted = SlimeFolder(bucket, store, "policy")
+    restarted.resume("policy@0")
+    assert restarted.write("policy@1") == 3
+    assert restarted.write("policy@2") == 4
+    for version, step in ((1, 0), (3, 1), (4, 2)):
+        host = Host(mounted(bucket, tmp_path / f"mounted-{version}"))
+        host.pull(version)
+        assert_at(host, step)
+    assert host._metadata(4).get("delta_encoding") == "xor"
+    for each in (one, again, restarted):
+        each.close()
+
+
+def test_what_somebody_wrote_without_a_mark_is_not_replaced(tmp_path: Path) -> None:
+    store, bucket = steps_of(tmp_path, 1), Late()
+    index = "slime/weight_v000001/model.safetensors.index.json"
+    one = SlimeFolder(bucket, store, "policy")
+    bucket.put(index, [memoryview(b"{}")])
+    with pytest.raises(StoreBusyError, match="has written to the folder"):
+        one.write("policy@0")
+    assert _versions(bucket)[index] == b"{}"
+    assert one.version == 0
+
+
+def test_two_runs_that_begin_at_once_are_told_apart(tmp_path: Path) -> None:
+    store, bucket = steps_of(tmp_path, 1), Late()
+    bucket.put("slime/writers/000001", [memoryview(b'{"run": "other", "attempt": "1"}')])
+    with pytest.raises(OtherVersionsError, match="of the run 'other'"):
+        SlimeFolder(bucket, store, "policy").write("policy@0")
+    assert [*_versions(bucket)] == ["slime/writers/000001"]
 
 
 def test_another_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

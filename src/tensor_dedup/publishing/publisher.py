@@ -151,8 +151,9 @@ class Publisher:
         * `also`: "slime" publishes each step a second time, in the format of slime, at
           `WHERE/slime`. SGLang's endpoint `/pull_weights` reads it where that is a folder for it:
           `source_dir` is that folder, and `target_version` is `Published.version`. The first
-          version of a training is whole, and others are what changed since the version before.
-          Versions are not deleted.
+          version of a training is whole, and so is one after an attempt that did not end, whose
+          number is left out. Others are what changed since the version before. Versions are not
+          deleted.
         * `work`: for a URL, the folder of a store on a local disk that has the last steps, by
           default one for each URL in the user's folder of caches. It takes the space of about two
           models. If it is lost, the next publish restores it from the remote.
@@ -286,7 +287,7 @@ class Publisher:
             RunInUseError: Another process publishes the run from the same `work` folder, or to the
                 same folder of a store. Nothing was published.
             OtherVersionsError, StoreBusyError: With `also`, another run has its versions there, or
-                another trainer has written this version at the same time. The step is visible.
+                another program has written to the folder of this version. The step is visible.
             NoSpaceError, StoreIOError: The disk failed.
             ChangedModelError: A write to the model was noticed.
         """

@@ -6,13 +6,17 @@
                                             compressed by zstd, as bytes; the metadata has the
                                             xxh3-128 of each tensor as it is then
         model.safetensors.index.json        which version it is, and from which it differs
+    slime/writers/000002           who alone writes to that folder
 
-Versions are counted from 1 without gaps, whatever the numbers of the steps. Version 0 is what the
-engine was started with. The index is written last, and never replaced.
+Versions are counted from 1, whatever the numbers of the steps. Version 0 is what the engine was
+started with. The index is written last. A reader takes all files of a folder, so each is written to
+by one attempt of one trainer, which first makes the object in `writers`. Where an attempt did not
+end, its number is left out, and the next version is whole: from there on no earlier one is read.
 """
 
 import json
 import re
+import secrets
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,6 +46,7 @@ _STEP: Final = "tensor_dedup_manifest"
 _RUN: Final = "tensor_dedup_run"
 _INDEX_KEY: Final = re.compile(f"{_FOLDER}weight_v([0-9]{{6,}})/{re.escape(_INDEX)}")
 _CHUNK_BYTES: Final = 8 << 20
+_WRITER_BYTES: Final = 1 << 12
 
 
 class SlimeFolder:
@@ -65,10 +70,13 @@ class SlimeFolder:
         keys = (status.key for status in self._bucket.list(_FOLDER))
         complete = (match[1] for match in map(_INDEX_KEY.fullmatch, keys) if match)
         last = max(map(int, complete), default=0)
-        if (run := self._noted(last).get(_RUN, self._run)) != self._run:
+        self._check_run(self._noted(last).get(_RUN, self._run))
+        return last
+
+    def _check_run(self, run: str) -> None:
+        if run != self._run:
             what = f"the versions there are those of the run {run!r}, not of {self._run!r}"
             raise OtherVersionsError.at(self._bucket.at(_FOLDER), what, run=self._run, other=run)
-        return last
 
     def _noted(self, version: int) -> dict[str, str]:
         """What the index of a version says of it; nothing if there is none, or a damaged one."""
@@ -96,72 +104,85 @@ class SlimeFolder:
     def write(self, name: str) -> int:
         """Write the step `name` as the next version, and return its number.
 
-        If another trainer has written versions meanwhile, a whole version follows theirs.
+        If another trainer has written versions meanwhile, or has begun to, a whole version follows.
 
         Raises:
             OtherVersionsError: The versions there are those of another run.
-            StoreBusyError: Another trainer has written this version at the same time.
+            StoreBusyError: Another trainer has written to the folder of this version.
             StoreError: The store or the place of the versions failed.
         """
         if self._bucket.head(_index_key(self.version + 1)) is not None:
             self.close()
             self.version = self._last_version()
+        number = self._begin()
+        if number > self.version + 1:
+            self.close()
         step = self._store.checkpoint(name)
         try:
             if self._before is None or not _fit(self._before, step):
-                self._write_whole(name, step)
+                self._write_whole(number, name, step)
             else:
-                self._write_changes(self._before, step)
+                self._write_changes(number, self._before, step)
         except BaseException:
             step.close()
             raise
         self.close()
         self._before = step
-        self.version += 1
-        return self.version
+        self.version = number
+        return number
 
-    @property
-    def _next(self) -> str:
-        return _of_version(self.version + 1)
+    def _begin(self) -> int:
+        """Return the number of the next version, whose folder nobody else writes to."""
+        number, mark = self.version + 1, secrets.token_hex(16)
+        text = json.dumps({"run": self._run, "attempt": mark}).encode()
+        while not self._bucket.put_if(_writer_key(number), text, None):
+            found = self._bucket.get(_writer_key(number), _WRITER_BYTES)
+            if found is not None and found[0] == text:  # the answer was lost
+                break
+            if found is not None:
+                self._check_run(_run_in(found[0]) or self._run)
+            number += 1
+        return number
 
-    def _write_whole(self, name: str, step: StoredCheckpoint) -> None:
+    def _write_whole(self, number: int, name: str, step: StoredCheckpoint) -> None:
         with tempfile.TemporaryDirectory(dir=self._store.path / "tmp") as folder:
             target = Path(folder, "export")
             self._store.export(name, target)
             files = [path for path in target.rglob("*") if path.is_file()]
             for path in files:
-                self._bucket.put(f"{self._next}{path.relative_to(target)}", _chunks(path))
+                key = f"{_of_version(number)}{path.relative_to(target)}"
+                self._bucket.put(key, _chunks(path))
         tensors = [each.name for each in _tensors(step)]
-        self._put_index({"format": "pt"}, step.manifest, tensors, "model.safetensors")
+        self._put_index(number, {"format": "pt"}, step.manifest, tensors, "model.safetensors")
 
-    def _write_changes(self, before: StoredCheckpoint, step: StoredCheckpoint) -> None:
+    def _write_changes(self, number: int, before: StoredCheckpoint, step: StoredCheckpoint) -> None:
         blobs: dict[str, bytes] = {}
         checks: dict[str, str] = {}
         for tensor in _tensors(step):
             if before[tensor.name].digest != tensor.digest:
                 blobs[tensor.name], checks[tensor.name] = _changes(before, step, tensor)
         if blobs:
-            self._bucket.put(f"{self._next}{_FILE}", [*_safetensors(blobs, checks)])
+            self._bucket.put(f"{_of_version(number)}{_FILE}", [*_safetensors(blobs, checks)])
         metadata = {
-            "version": f"{self.version + 1:06d}",
-            "base_version": f"{self.version:06d}",
+            "version": f"{number:06d}",
+            "base_version": f"{number - 1:06d}",
             "delta_encoding": "xor",
             "compression_format": "zstd",
             "checksum_format": "xxh3-128",
         }
-        self._put_index(metadata, step.manifest, list(blobs), _FILE)
+        self._put_index(number, metadata, step.manifest, list(blobs), _FILE)
 
     def _put_index(
-        self, metadata: dict[str, str], manifest: str, names: list[str], file: str
+        self, number: int, metadata: dict[str, str], manifest: str, names: list[str], file: str
     ) -> None:
         noted = {**metadata, _STEP: manifest, _RUN: self._run}
         text = json.dumps({"metadata": noted, "weight_map": dict.fromkeys(names, file)}).encode()
-        key = _index_key(self.version + 1)
+        key = _index_key(number)
         if self._bucket.put_if(key, text, None):
             return
         found = self._bucket.get(key, _INDEX_BYTES)  # it may be ours, and the answer was lost
         if found is None or found[0] != text:
-            what = "another trainer has written this version at the same time"
+            what = "another trainer has written to the folder of this version"
             raise StoreBusyError.at(self._bucket.at(key), what, run=self._run)
 
 
@@ -171,6 +192,17 @@ def _of_version(version: int) -> str:
 
 def _index_key(version: int) -> str:
     return f"{_of_version(version)}{_INDEX}"
+
+
+def _writer_key(version: int) -> str:
+    return f"{_FOLDER}writers/{version:06d}"
+
+
+def _run_in(text: bytes) -> str | None:
+    """The run of a trainer that has begun a version; None if it is damaged."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(text)["run"])
+    return None
 
 
 def _tensors(step: StoredCheckpoint) -> list[StoredTensor]:
