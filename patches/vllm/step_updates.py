@@ -218,7 +218,7 @@ def _fetched(engine: Any, vllm_config: Any, update_info: dict[str, Any]) -> dict
     step without a URL is one of the run that the engine was started with.
     """
     from tensor_dedup.patches.vllm.weight_transfer import StepUpdateInfo, step_url
-    from tensor_dedup.publishing.subscriber import fetch_step
+    from tensor_dedup.publishing.subscriber import fetch_step, is_of_step
 
     # In a worker's configuration, which may be this one, a change to another run is noted.
     extra: Mapping[str, Any] = vars(engine).setdefault(
@@ -233,4 +233,5 @@ def _fetched(engine: Any, vllm_config: Any, update_info: dict[str, Any]) -> dict
     url = asked.url if asked.url is not None else step_url(extra, asked.step)
     config, _ = split(extra[KEY])
     # Another checkpoint than a step is pulled by the first worker that needs it.
-    return {"url": fetch_step(config, url) if "@" in url else url}
+    is_step = asked.url is None or is_of_step(asked.url)
+    return {"url": fetch_step(config, url) if is_step else url}

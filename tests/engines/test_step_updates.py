@@ -462,6 +462,13 @@ def test_a_step_without_a_url_is_of_the_run_that_was_loaded(store: Path, llm: "L
     assert _seen(llm) == at_1
 
 
+def test_a_checkpoint_that_is_no_step_may_have_a_name_with_an_at(store: Path, llm: "LLM") -> None:
+    pair = checkpoints.make("llama", store.parent / "checkpoints")
+    Store.open(store).import_(pair.fine_tune, "org/tuned@v2")
+    llm.update_weights({"url": "store://org/tuned@v2"})
+    assert _seen(llm) == _fresh(store, 2, cpu_weights="plain")
+
+
 @pytest.mark.parametrize(
     "request_", [{}, {"step": 1, "url": "store://policy@1"}, {"stap": 1}, {"url": "policy@1"}, 7]
 )

@@ -12,7 +12,7 @@ from store_runs.stores import open_store, three
 from tensor_dedup import Store, TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io import stub_folder
-from tensor_dedup.publishing.subscriber import fetch_step
+from tensor_dedup.publishing.subscriber import fetch_step, is_of_step
 from tensor_dedup.remote import Remote, latest, layout, on_demand
 from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.errors import (
@@ -323,6 +323,14 @@ def test_a_config_names_where_steps_come_from(tmp_path: Path, there: str) -> Non
     for wrong in ("policy@latest", "store://policy", "store://policy@6@keep", "store://@latest"):
         with pytest.raises(ConfigError, match="write store://RUN@STEP or"):
             fetch_step(config, wrong)
+    for url, is_step in (
+        ("store://policy@latest", True),
+        ("store://policy@10", True),
+        ("store://policy@6@keep", True),  # which is refused by `fetch_step`
+        ("store://org/tune@v2", False),
+        ("store://policy", False),
+    ):
+        assert is_of_step(url) is is_step
 
 
 def test_an_engine_s_folder_is_that_of_the_step(

@@ -61,6 +61,15 @@ class NewStep:
         return other is not None and (self.name, self.manifest) == (other.name, other.manifest)
 
 
+def is_of_step(url: str) -> bool:
+    """Return whether `url` is that of a step of a run: `store://RUN@STEP` or `store://RUN@latest`.
+
+    Other checkpoints may have names with an @, too, such as `store://ORG/NAME@REVISION`.
+    """
+    name = url.removeprefix(STORE_SCHEME)
+    return parse_step_name(name) is not None or run_of_latest(name) is not None
+
+
 def fetch_step(config: TensorDedupConfig, url: str) -> str:
     """Pull the step `url` into the store of `config`, and return its URL, `store://RUN@STEP`.
 
