@@ -147,9 +147,16 @@ def test_reading_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert done.stdout.split() == ["2", "False"]
 
     def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("something is unpickled or imported")
+        raise AssertionError("something is unpickled")
 
-    monkeypatch.setattr(pickle, "loads", refuse)
-    monkeypatch.setattr(pickle, "Unpickler", refuse)
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    read_header(tmp_path / "net.pt")
+    real = builtins.__import__
+
+    def loaded(name: str, *rest: Any) -> Any:
+        assert name in sys.modules, f"{name} is imported"
+        return real(name, *rest)
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(pickle, "loads", refuse)
+        refusing.setattr(pickle, "Unpickler", refuse)
+        refusing.setattr(builtins, "__import__", loaded)
+        read_header(tmp_path / "net.pt")
