@@ -17,11 +17,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from processes import commands
 from remote_runs import remotes
 from store_runs.stores import open_store
 from tensor_dedup import Store
+from tensor_dedup.cli import main
 from tensor_dedup.publishing import follower as follower_module
 from tensor_dedup.publishing.engine_server import EngineServer
 from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
@@ -35,6 +37,7 @@ from tensor_dedup.publishing.follower import (
 )
 from tensor_dedup.publishing.subscriber import NewStep, fetch
 from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import RemoteUrlError
 from tensor_dedup.training import CheckpointStore
 
 PATIENCE_S = 60.0
@@ -445,3 +448,35 @@ def test_an_engine_is_asked_again_after_any_error(tmp_path: Path) -> None:
     troubles = [each for each in told if isinstance(each, TroubleEvent)]
     assert [type(each.error) for each in troubles] == [EngineError]
     assert "UnicodeError('odd')" in str(troubles[0].error)
+
+
+def test_engines_are_left_alone_when_the_follower_ends_with_an_error(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/policy"
+    publish(open_store(tmp_path / "full"), url, 1)
+    store = open_store(tmp_path / "here")
+    with engine() as asked:
+        asked.says_so = True
+
+        def fetched(*args: Any, **options: Any) -> NewStep:
+            if asked.times_said:
+                raise RemoteUrlError.at(url, "the test says so")
+            return fetch(*args, **options)
+
+        follower = Follower(store, Remote.open(url), "policy", [asked.url], lambda _: None)
+        with (
+            mock.patch.object(follower_module, "fetch", fetched),
+            pytest.raises(RemoteUrlError),
+        ):
+            follower.until(threading.Event(), 0.05)
+        assert asked.steps() == [1]
+        name = f"engine {asked.url}"
+        wait_for(lambda: name not in [each.name for each in threading.enumerate()])
+
+
+def test_the_command_fails_by_any_error(tmp_path: Path) -> None:
+    """A supervisor starts it again only then."""
+    command = ["follow", f"file://{tmp_path}/policy", "--store", f"{tmp_path}/here"]
+    with mock.patch.object(Follower, "until", side_effect=RuntimeError("odd")):
+        result = CliRunner().invoke(main, command)
+    assert isinstance(result.exception, RuntimeError)
+    assert result.exit_code == 1

@@ -17,7 +17,6 @@ from tensor_dedup.cli import printable
 from tensor_dedup.cli.remote import interruptible, run_of_url, url_argument
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.cli.terminal import FiniteRange, json_option, say_lines
-from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.publishing.follower import (
     Event,
     FetchedEvent,
@@ -94,12 +93,12 @@ def _print_all(
     follower: Follower, events: SimpleQueue[Event | None], every: float, as_json: bool
 ) -> None:
     """Print the events of `follower` until a signal or an error ends it."""
-    stop, failed = threading.Event(), list[TensorDedupError | OSError]()
+    stop, failed = threading.Event(), list[Exception]()
 
     def work() -> None:
         try:
             follower.until(stop, every)
-        except (TensorDedupError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 (raised by the main thread)
             failed.append(error)
         finally:
             events.put(None)

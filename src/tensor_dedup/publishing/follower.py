@@ -157,21 +157,23 @@ class Follower:
             waker.start()
         trouble = _Trouble(self, self._remote.url, every_s)
         latest: NewStep | None = None
-        while not stop.is_set():
-            try:
-                found = self._fetch(latest)
-                for waker in wakers:
-                    waker.want(found)
-                latest = found
-                self._let_go()  # last: it takes the longer the more the store has
-                pause = trouble.over()
-            except StoreError as error:
-                if error.exit_status == WRONG_USE and not isinstance(error, _TO_COME):
-                    raise
-                pause = trouble.met(error)
-            stop.wait(pause)
-        for waker in wakers:
-            waker.want(None)
+        try:
+            while not stop.is_set():
+                try:
+                    found = self._fetch(latest)
+                    for waker in wakers:
+                        waker.want(found)
+                    latest = found
+                    self._let_go()  # last: it takes the longer the more the store has
+                    pause = trouble.over()
+                except StoreError as error:
+                    if error.exit_status == WRONG_USE and not isinstance(error, _TO_COME):
+                        raise
+                    pause = trouble.met(error)
+                stop.wait(pause)
+        finally:
+            for waker in wakers:
+                waker.end()
 
     def _fetch(self, latest: NewStep | None = None) -> NewStep:
         began = time.monotonic()
@@ -233,25 +235,31 @@ class _EngineThread(threading.Thread):
         self._every_s = every_s
         self._trouble = _Trouble(follower, server.url, every_s)
         self._changed = threading.Condition()
+        self._is_ended = False
         self._wanted: NewStep | None = None
         self._done: NewStep | None = None
         self._digest: str | None = None  # what the engine ran after that, if it says so
 
-    def want(self, found: NewStep | None) -> None:
+    def want(self, found: NewStep) -> None:
         """Let the engine load the step `found` if it is another one than before."""
         with self._changed:
-            before = self._wanted
-            if found is None or not found.is_same(before):
+            if not found.is_same(self._wanted):
                 self._wanted = found
                 self._changed.notify_all()
 
+    def end(self) -> None:
+        """Let the thread end; a load that is under way goes on."""
+        with self._changed:
+            self._is_ended = True
+            self._changed.notify_all()
+
     def run(self) -> None:
         """Ask until the follower stops."""
-        while not self._stop_event.is_set():
+        while not self._is_over():
             with self._changed:
                 self._changed.wait_for(self._has_more, self._every_s)
                 wanted = self._wanted
-            if wanted is None or self._stop_event.is_set():
+            if wanted is None or self._is_over():
                 continue
             try:
                 if wanted != self._done or self._is_elsewhere():
@@ -276,5 +284,8 @@ class _EngineThread(threading.Thread):
             return False
         return self._server.checkpoint_digest() not in (None, self._digest)
 
+    def _is_over(self) -> bool:
+        return self._is_ended or self._stop_event.is_set()
+
     def _has_more(self) -> bool:
-        return self._stop_event.is_set() or self._wanted not in (None, self._done)
+        return self._is_over() or self._wanted not in (None, self._done)
