@@ -145,9 +145,12 @@ def world(environment: Mapping[str, str]) -> Iterator[tuple[terminal.Terminal, S
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, each number as a 0, without the borders of tables."""
+    """The words of a text, each number as a 0, without the borders of tables.
+
+    A rate may have another unit in the next run.
+    """
     return [
-        re.sub(r"\d+", "0", word)
+        re.sub(r"[KMGT]iB/s", "MiB/s", re.sub(r"\d+", "0", word))
         for word in text.split()
         if not BORDER.fullmatch(word) and word != "\\"
     ]
