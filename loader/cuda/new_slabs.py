@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 # A slab is a handle of the driver, in whole granules of 2 MiB, and is freed whole: tensors from the
 # first size on have their own, smaller ones lie in one together, and larger ones in `blocks`.
 OWN_SLAB_BYTES: Final = 16 << 20
+# Smaller ones are norms and biases, of which a step of a training changes few, while it changes all
+# matrices: apart, so that the former step's matrices do not stay with them.
+TINY_BYTES: Final = 128 << 10
 BATCH_BYTES: Final = 64 << 20
 # What is on its way at the same time. A tensor whose digest is not known yet needs so much memory
 # beside what others have of it, or the size of its slab if that is larger.
@@ -284,13 +287,17 @@ _Tensor = TypeVar("_Tensor", bound=_Sized)
 
 
 def slabs_of(tensors: Iterable[_Tensor]) -> Iterator[list[_Tensor]]:
-    """Group tensors into slabs: blocks and large tensors alone, and small ones together."""
+    """Group tensors into slabs: blocks and large tensors alone, small and tiny ones together."""
 
     def is_alone(each: _Tensor) -> bool:
         return each.nbytes >= OWN_SLAB_BYTES or (isinstance(each, SlabTensor) and each.is_block)
 
-    # An engine that wakes reserves a layer key for each tensor of a slab, all at once.
-    return slab_batches(tensors, lambda each: each.nbytes, is_alone, MAX_KEYS)
+    every = list(tensors)
+    tiny = [each for each in every if each.nbytes < TINY_BYTES and not is_alone(each)]
+    rest = [each for each in every if each.nbytes >= TINY_BYTES or is_alone(each)]
+    for group in (tiny, rest):
+        # An engine that wakes reserves a layer key for each tensor of a slab, all at once.
+        yield from slab_batches(group, lambda each: each.nbytes, is_alone, MAX_KEYS)
 
 
 def slab_batches(

@@ -17,7 +17,7 @@ from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.report import share_with_workers
 from tensor_dedup.patches.vllm import load_formats
-from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
+from tensor_dedup.patches.vllm.load_formats import BACKEND, KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import RECORDED_VERSION, check, usable
 from tensor_dedup.patches.vllm.server_names import remember_port
 from tensor_dedup.patches.vllm.store_urls import (
@@ -113,7 +113,8 @@ def refuse_moving_weights(settings: object) -> None:
     three exceptions:
 
     * `sleep_mode_backend` may be "cumem", vLLM's default.
-    * `weight_transfer_config` is allowed on a CPU.
+    * `weight_transfer_config` is allowed on a CPU. On a GPU, this package's own backend is allowed,
+      with `enforce_eager`.
     * `enable_sleep_mode` is allowed on a GPU with a memory manager, if this vLLM's sleep mode is
       supported.
 
@@ -136,7 +137,7 @@ def _is_handled(name: str, settings: object) -> bool:
         return _may_sleep(settings)
     if name == "sleep_mode_backend":
         return bool(getattr(settings, name) == _OUR_BACKEND)
-    return name in _ONLY_WRITES and _copied_on_write()
+    return name in _ONLY_WRITES and (_copied_on_write() or _follows_on_gpu(settings))
 
 
 def _may_sleep(settings: object) -> bool:
@@ -165,6 +166,28 @@ def _copied_on_write() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _follows_on_gpu(settings: object) -> bool:
+    """Return whether engines of this vLLM follow the steps of a run on a GPU.
+
+    They do not write to weights, but move them, of which captured graphs would not know.
+
+    Raises:
+        ConfigError: They would, if no graph was captured.
+    """
+    from vllm.platforms import current_platform
+
+    backend = getattr(getattr(settings, "weight_transfer_config", None), "backend", None)
+    if backend != BACKEND or not current_platform.is_cuda() or not usable("steps"):
+        return False
+    if not getattr(settings, "enforce_eager", False):
+        raise ConfigError(
+            "on a GPU, an engine that follows steps moves its weights, and captured graphs would "
+            "go on reading the former ones: add enforce_eager=True, or drop weight_transfer_config",
+            setting="weight_transfer_config",
+        )
+    return True
 
 
 def parse_flag(text: str) -> dict[str, Any]:

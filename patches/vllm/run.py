@@ -30,6 +30,7 @@ from tensor_dedup.loader.checkpoint_io.checkpoint_contents import CheckpointCont
 from tensor_dedup.loader.checkpoint_io.marker_report import marked
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
+from tensor_dedup.loader.cuda.new_slabs import TINY_BYTES
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.layer_records import distinct_sources
@@ -475,10 +476,12 @@ class LoadRun:
         """On a GPU, share the parameters of all layers that processing does not change.
 
         They are shared in one step, so that small tensors of several layers fill the same units of
-        GPU memory. Without a GPU nothing is done.
+        GPU memory, and tiny ones first, which have units of their own. Without a GPU nothing is
+        done.
         """
         if self._gpu is not None:
-            self.session.share(self._of_constant_layers(model))
+            found = self._of_constant_layers(model)
+            self.session.share(sorted(found, key=lambda each: each.nbytes >= TINY_BYTES))
 
     def _of_constant_layers(self, model: nn.Module) -> list[DeferredParameter]:
         every = (

@@ -571,8 +571,8 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
     VllmSeam(
         "vllm.config:ModelConfig",
         "loader",
-        "read: the checkpoint's path, and the dtype of what is loaded",
-        has=("model", "dtype"),
+        "read: the checkpoint's path, the dtype of what is loaded, and whether graphs are captured",
+        has=("model", "dtype", "enforce_eager"),
     ),
     VllmSeam(
         "vllm.config:ModelConfig.word_embeddings_untied_by_checkpoint",

@@ -7,12 +7,10 @@ and a write to one would end this process.
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,16 +18,13 @@ import torch
 import transformers as hf
 from safetensors.torch import load_file
 from torch import nn
-from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import layerwise
-from vllm.platforms import PlatformEnum, current_platform
+from vllm.platforms import current_platform
 from vllm.utils import mem_utils
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
 
 from gpu_runs import gpus
 from gpu_runs.fake_driver import GRANULARITY, FakeDriver, RefusingDriver
+from gpu_runs.gpu_engines import GPUS, PLACE, Sleepers, accesses, addresses, on
 from gpu_runs.gpu_loads import Lender, key_of, weights
 from manager_runs import managers
 from models import leaf_tunes, quantised
@@ -41,10 +36,7 @@ from tensor_dedup.loader import process_state
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile
 from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
-from tensor_dedup.loader.cuda.shared import SharedGpu
-from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.cuda.transfers import BUFFER_BYTES, MOST_BUFFERS, RING
 from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
@@ -54,16 +46,13 @@ from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
-from tensor_dedup.memory_manager.cuda.driver import Access, Driver, Result, refused
+from tensor_dedup.memory_manager.cuda.driver import Access, Result, refused
 from tensor_dedup.memory_manager.errors import MemoryManagerError
-from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
 from tensor_dedup.types import TensorSpec
 from vllm_runs import engines, loads, plain, shared
 
 pytestmark = pytest.mark.vllm
-_PLACE = torch.device("cpu")
-_GPUS: list[SharedGpu] = []
 
 
 class FakeGenerators:
@@ -77,27 +66,6 @@ class FakeGenerators:
 
     def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
         self.one.set_state(states[0])
-
-
-@contextmanager
-def on(driver: object) -> Iterator[SharedGpu]:
-    """Within the block vLLM's device is a GPU of this driver's."""
-    gpu = SharedGpu(Gpu(cast("Driver", driver), "0"), _PLACE, CPU)
-    with DEVICES.replaced("cpu", lambda _device: gpu):
-        _GPUS.append(gpu)
-        yield gpu
-
-
-@pytest.fixture
-def driver() -> Iterator[gpus.Full]:
-    made = gpus.Full()
-    yield made
-    layerwise.LAYERWISE_INFO.clear()  # where vLLM keeps what it has reloaded
-    gc.collect()
-    assert all(gpu.gpu.reap(wait=True) == 0 for gpu in _GPUS)
-    _GPUS.clear()
-    assert made.left() == {}
-    assert gpus.in_use() == 0
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +82,6 @@ def tokens_of(path: Path) -> list[Any]:
     del llm
     gc.collect()
     return found
-
-
-def accesses(llm: Any, driver: FakeDriver) -> dict[str, Access]:
-    return {name: driver.access(p.data_ptr()) for name, p in shared.parameters(llm).items()}
 
 
 def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
@@ -289,7 +253,7 @@ def test_a_first_load_reads_hashes_and_copies_each_byte_once(tmp_path: Path) -> 
         gc.collect()
         assert gpu.gpu.reap(wait=True) == 0
         gc.collect()
-    _GPUS.clear()
+    GPUS.clear()
     assert (driver.left(), gpus.in_use()) == ({}, 0)
 
 
@@ -332,7 +296,7 @@ def test_a_known_fine_tune_reads_the_blocks_that_changed(
             assert second.parameters() == expected
             del first, second
             gc.collect()
-            for each in _GPUS:
+            for each in GPUS:
                 each.gpu.reap(wait=True)
 
 
@@ -680,7 +644,7 @@ def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
     monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda *_: False)
 
     def measured() -> tuple[Any, int]:
-        before = mem_utils.MemorySnapshot(device=_PLACE)
+        before = mem_utils.MemorySnapshot(device=PLACE)
         llm = engines.sharing(llama.base)
         with mem_utils.memory_profiling(before) as result:
             pass
@@ -701,70 +665,6 @@ def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
 # Engines that sleep.
 
 
-class IdleBackend(SleepModeBackend):
-    """In the place of vLLM's allocator for GPUs, which has nothing of a CPU engine to offload."""
-
-    def suspend(self, level: int = 1) -> None:
-        self._state = "SUSPENDED"
-
-    def resume(self, tags: list[str] | None = None) -> None:
-        self._state = "RUNNING"
-
-
-@dataclass
-class Sleepers:
-    """Engines that may sleep, and the managers of the GPU's memory and of the machine's."""
-
-    socket: str
-    device: gpus.GpuManager
-    host: managers.Manager
-
-    def engine(self, path: Path) -> Any:
-        return plain.engine(
-            path, tensor_dedup={"memory_manager": self.socket}, enable_sleep_mode=True
-        )
-
-    def on_gpu(self) -> int:
-        """Bytes that are resident in the GPU's memory, by whichever process."""
-        return self.device.overview().totals.resident_bytes
-
-    def in_host_memory(self) -> int:
-        return self.host.overview().totals.resident_bytes
-
-
-@pytest.fixture
-def sleepers(
-    driver: gpus.Full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Sleepers]:
-    """CPU engines that sleep by the functions of the worker for GPUs.
-
-    Real are `LLM` from `enable_sleep_mode` on, scheduler, executor, `Worker.sleep` and `wake_up` of
-    vLLM, both managers in processes of their own, and everything of ours. Stood in for are the
-    platform's word that it can sleep (and, where our check of the arguments asks, that it is CUDA),
-    the functions of the CPU's worker that ignore all of it (away, so those of its base class are
-    called), torch's accelerator, and vLLM's allocator, which offloads what is not shared.
-    """
-    total = 1 << 40
-    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
-    monkeypatch.setitem(SleepModeBackendFactory._registry, "cumem", lambda: IdleBackend)
-    for name in ("sleep", "wake_up"):
-        monkeypatch.delattr(CPUWorker, name)
-    accelerator = torch.accelerator
-    monkeypatch.setattr(accelerator, "synchronize", lambda *_: None)
-    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - gpus.in_use(), total))
-    monkeypatch.setattr(Worker, "synchronize_device", lambda *_: None)
-    may_sleep = arguments._may_sleep
-
-    def asked_on_cuda(settings: object) -> bool:
-        with mock.patch.object(type(current_platform), "_enum", PlatformEnum.CUDA):
-            return may_sleep(settings)
-
-    monkeypatch.setattr(arguments, "_may_sleep", asked_on_cuda)
-    tmp_path.chmod(0o700)
-    with gpus.running(tmp_path) as device, managers.running(tmp_path) as host, on(driver):
-        yield Sleepers(str(tmp_path / "m.sock"), device, host)
-
-
 @pytest.fixture(scope="module")
 def answers(llama: checkpoints.Pair) -> list[tuple[plain.Answer, ...]]:
     """What plain vLLM answers for the base and the fine-tune, its weights not packed, as here."""
@@ -777,10 +677,6 @@ def answers(llama: checkpoints.Pair) -> list[tuple[plain.Answer, ...]]:
         del llm
         gc.collect()
     return found
-
-
-def addresses(llm: Any) -> dict[str, int]:
-    return {name: each.data_ptr() for name, each in shared.parameters(llm).items()}
 
 
 def test_engines_fall_asleep_and_wake_in_each_order_and_answer_as_plain_ones(

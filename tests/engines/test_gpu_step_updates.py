@@ -1,0 +1,322 @@
+"""An engine whose weights are a GPU's shared memory changes to another step of its run.
+
+Over the fake driver, as in test_gpu_engines. The oracle is an engine that loads the step.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY, RefusingDriver
+from gpu_runs.gpu_engines import Sleepers, accesses, on
+from manager_runs import managers
+from models import tiny_checkpoints as checkpoints
+from tensor_dedup import report, unshare, verify
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
+from tensor_dedup.loader.takeover import Takeover
+from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.patches.vllm.weight_transfer import StepTransferEngine
+from tensor_dedup.training import CheckpointStore
+from vllm_runs import engines, following, plain, shared
+
+pytestmark = pytest.mark.vllm
+
+_RUN = "policy"
+_HIDDEN = 512
+_ROWS = 2 * BLOCK_BYTES // (2 * _HIDDEN) + 64  # of an embedding in three blocks
+Seen = tuple[Any, dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps: to the second, a row of the embedding and the other matrices; then all."""
+    root = tmp_path_factory.mktemp("gpu-steps")
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=_ROWS,
+        hidden_size=_HIDDEN,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
+    made: Any = hf.LlamaForCausalLM
+    base = checkpoints.save(made(config).to(torch.bfloat16), root / "base")
+    first = checkpoints.tensors(base)
+    second = {n: each * (1.5 if "proj.weight" in n else 1.0) for n, each in first.items()}
+    second["model.embed_tokens.weight"][-1] += 1
+    third = {n: each * -1.25 for n, each in first.items()}
+    with CheckpointStore(root / "store", _RUN, config=base) as run:
+        for number, each in enumerate((first, second, third)):
+            run.save(each, number)
+    engines.warm_up(base)
+    return root / "store"
+
+
+def following_engine(store: Path, step: int, **config: Any) -> Any:
+    return plain.engine(
+        f"store://{_RUN}@{step}",
+        tensor_dedup={"store": str(store), **config},
+        weight_transfer_config=following.BACKEND,
+    )
+
+
+def held(llm: Any) -> dict[str, str]:
+    """A digest of each parameter and buffer."""
+    model = plain.model(llm)
+    every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: engines.fingerprint(tensor) for name, tensor in every}
+
+
+def seen(llm: Any) -> Seen:
+    llm.llm_engine.reset_prefix_cache()
+    return plain.outputs(llm), held(llm)
+
+
+@pytest.fixture(scope="module")
+def expected(store: Path) -> list[Seen]:
+    """What engines answer and hold that have loaded the steps, without a GPU."""
+    found = []
+    for step in range(3):
+        llm = plain.engine(
+            f"store://{_RUN}@{step}", tensor_dedup={"store": str(store), "cpu_weights": "plain"}
+        )
+        found.append(seen(llm))
+        plain.let_go(llm)
+        del llm
+    assert len({repr(each[0]) for each in found}) == 3, "the steps do not differ"
+    return found
+
+
+def end(*llms: Any) -> None:
+    """End engines, whose modules refer to each other."""
+    engines.drop(*llms)
+    gc.collect()
+
+
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_after_each_update_an_engine_equals_a_fresh_load_and_has_the_memory_of_one(
+    store: Path, expected: list[Seen], driver: gpus.Full, tmp_path: Path, managed: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    lender = gpus.running(tmp_path, "--budget", str(1 << 30)) if managed else nullcontext()
+    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    with lender as manager, on(driver):
+
+        def in_use() -> int:
+            return manager.overview().totals.resident_bytes if manager else gpus.in_use()
+
+        llm = following_engine(store, 0, **config)
+        assert set(accesses(llm, driver).values()) == {Access.READ}
+        once, versions = in_use(), {llm.get_weight_version()}
+        assert seen(llm) == expected[0]
+        for step in (1, 2, 0, 0, 1):
+            llm.update_weights({"step": step})
+            assert seen(llm) == expected[step]
+            assert set(accesses(llm, driver).values()) == {Access.READ}
+            managers.until(lambda: in_use() <= once + 2 * GRANULARITY, 10)
+            assert verify().ok
+            versions.add(llm.get_weight_version())
+        assert len(versions) == 3
+        assert unshare(llm) > 0
+        assert seen(llm) == expected[1]
+        end(llm)
+        del llm
+
+
+def test_what_did_not_change_is_not_sent_again_and_stays_shared(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver):
+        first, second = (following_engine(store, 0) for _ in range(2))
+        assert shared.everything(first, second)
+        sent = driver.traffic["copy_in"]
+        first.update_weights({"step": 1})
+        changed = driver.traffic["copy_in"] - sent
+        whole = sum(each.nbytes for each in shared.parameters(first).values())
+        assert 0 < changed < whole / 2
+        common = shared.shared_parameters(first, second)
+        assert {name for name in common if "layers.0" in name} == {
+            f"model.layers.0.{name}"
+            for name in (
+                "input_layernorm.weight",
+                "post_attention_layernorm.weight",
+                "self_attn.o_proj.bias",
+                "self_attn.qkv_proj.bias",
+            )
+        }
+        assert report().models[-1].leaf_shared_bytes == 2 * BLOCK_BYTES
+        assert seen(second) == expected[0]
+        sent = driver.traffic["copy_in"]
+        second.update_weights({"step": 1})
+        assert driver.traffic["copy_in"] == sent
+        assert shared.everything(first, second)
+        assert [seen(llm) for llm in (first, second)] == [expected[1]] * 2
+        end(first, second)
+        del first, second
+
+
+def test_a_step_is_loaded_in_the_background(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver):
+        llm = following_engine(store, 0)
+        call = llm.llm_engine.collective_rpc
+        info = {"update_info": {"url": f"store://{_RUN}@1"}}
+        call("tensor_dedup_prepare_update", kwargs=info)
+        while not all(call("tensor_dedup_update_is_prepared")):
+            time.sleep(0.01)
+        sent = driver.traffic["copy_in"]
+        assert seen(llm) == expected[0]
+        llm.update_weights({"step": 1})
+        assert driver.traffic["copy_in"] == sent
+        assert seen(llm) == expected[1]
+        end(llm)
+        del llm
+
+
+def test_without_room_for_the_step_the_engine_stays_where_it_was(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver):
+        llm = following_engine(store, 0)
+        driver.room = once = gpus.in_use()
+        with (
+            mock.patch("tensor_dedup.loader.cuda.provider.GpuProvider.private", new=no_room),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            llm.update_weights({"step": 2})
+        gc.collect()
+        assert gpus.in_use() == once
+        assert seen(llm) == expected[0]
+        driver.room = 1 << 40
+        llm.update_weights({"step": 2})
+        assert seen(llm) == expected[2]
+        end(llm)
+        del llm
+
+
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
+
+
+def failed_update(llm: Any, driver: RefusingDriver, refuse: int) -> bool:
+    """Let a call of an update to step 1 fail; return whether the update fails, too."""
+    driver.again(refuse)
+    try:
+        with mock.patch("tensor_dedup.loader.cuda.provider.GpuProvider.private", new=no_room):
+            llm.update_weights({"step": 1})
+    except Exception:  # noqa: BLE001  # whatever it is
+        return True
+    finally:
+        driver.again()
+    return False
+
+
+def some(calls: list[str], every: bool) -> Iterator[int]:
+    """Numbers of calls, from 1: the first and the last of each kind, or all."""
+    for number, call in enumerate(calls):
+        if every or call not in calls[:number] or call not in calls[number + 1 :]:
+            yield number + 1
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_whatever_the_driver_refuses_the_engine_is_wholly_at_one_step(
+    store: Path, expected: list[Seen], driver: gpus.Full, *, every: bool
+) -> None:
+    refusing = RefusingDriver(driver)
+    with on(refusing):
+        llm = following_engine(store, 0)
+        assert not failed_update(llm, refusing, 0)
+        llm.update_weights({"step": 0})
+        refusing.again()
+        llm.update_weights({"step": 1})
+        calls = list(refusing.calls)
+        assert {"create", "reserve", "map", "allow"} <= set(calls)
+        failed = 0
+        for number in some(calls, every):
+            llm.update_weights({"step": 0})
+            fails = failed_update(llm, refusing, number)
+            failed += fails
+            assert held(llm) == expected[0 if fails else 1][1], (number, calls[number - 1])
+        assert failed
+        llm.update_weights({"step": 1})
+        assert seen(llm) == expected[1]
+        end(llm)
+        del llm
+
+
+def test_a_failure_before_the_change_leaves_nothing_on_the_gpu(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver) as gpu:
+        llm = following_engine(store, 0)
+        once = gpus.in_use()
+
+        def refuse(*_: object) -> None:
+            raise UnsupportedError("not now")
+
+        failing = mock.patch.object(Takeover, "plan", new=refuse)  # a Mock would keep the model
+        with failing, pytest.raises(UnsupportedError, match="not now"):
+            llm.update_weights({"step": 2})
+        assert gpu.gpu.reap(wait=True) == 0
+        assert gpus.in_use() == once
+        assert seen(llm) == expected[0]
+        end(llm)
+        del llm
+
+
+def test_an_engine_sleeps_and_wakes_at_the_step_to_which_it_has_changed(
+    store: Path, expected: list[Seen], driver: gpus.Full, sleepers: Sleepers
+) -> None:
+    def engine() -> Any:
+        return sleepers.engine(
+            f"store://{_RUN}@0", {"store": str(store)}, weight_transfer_config=following.BACKEND
+        )
+
+    pair = [engine() for _ in range(2)]
+    assert shared.everything(*pair)
+    for llm in pair:
+        llm.update_weights({"step": 1})
+        llm.sleep(level=1)
+        assert set(accesses(llm, driver).values()) == {Access.NONE}
+    with pytest.raises(UnsupportedError, match="wake_up"):
+        pair[0].update_weights({"step": 2})
+    managers.until(lambda: sleepers.on_gpu() == gpus.in_use() == 0)
+    for llm in pair:
+        assert llm.wake_up()
+        assert seen(llm) == expected[1]
+    assert shared.everything(*pair)
+    pair[0].update_weights({"step": 2})
+    assert [seen(llm) for llm in pair] == [expected[2], expected[1]]
+    assert verify().ok
+    end(*pair)
+    del llm, pair
+
+
+def test_an_engine_with_captured_graphs_is_refused(store: Path, driver: gpus.Full) -> None:
+    with on(driver):
+        llm = following_engine(store, 0)
+        config = copy.copy(llm.llm_engine.vllm_config)
+        config.model_config = copy.copy(config.model_config)
+        place = torch.device("cuda", 0)
+        StepTransferEngine(config.weight_transfer_config, config, place, plain.model(llm))
+        config.model_config.enforce_eager = False
+        with pytest.raises(UnsupportedError, match="enforce_eager=True"):
+            StepTransferEngine(config.weight_transfer_config, config, place, plain.model(llm))
+        end(llm)
+        del llm
