@@ -7,6 +7,10 @@ the running tree. It only rebinds, so nothing can fail half-way, and it takes no
 tensors. The running tree keeps its modules and parameters, so whoever refers to them sees the new
 weights.
 
+Captured CUDA graphs refer to addresses. With `keep_addresses`, nothing is rebound: the tensors of
+the running tree get the new contents where they are (`loader.cuda.exchange`), and whatever else
+processing has set must be equal in both trees.
+
 Processing a model after its load (packing, quantising) sets attributes of modules and of their
 helper objects, such as quantisation methods. To tell these from attributes that a running engine
 has set, such as the cache of an attention layer, the attributes of a model are noted when it was
@@ -15,24 +19,35 @@ built (`Built`) and compared when it is loaded (`note_loaded`).
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
-from typing import Any, Final, TypeAlias
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.exchange import AddressExchange
 from tensor_dedup.loader.residents.param_data import memory_state, param_data, set_param_data
 from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.cuda.exchange import Pair
+    from tensor_dedup.loader.cuda.shared import SharedGpu
 
 # The name of a module, and the attributes that lead from it to an object that it holds.
 _Key: TypeAlias = str | int
 _Path: TypeAlias = tuple[str, tuple[_Key, ...]]
 
 _OF_EVERY_MODULE: Final = frozenset(vars(nn.Module()))
+_SIMPLE: Final = (
+    type(None), bool, int, float, complex, str, bytes, set, frozenset, type, enum.Enum, CodeType,
+    torch.dtype, torch.device,
+)  # fmt: skip
 _NOT_HELPERS: Final = (
     nn.Module,
     torch.Tensor,
@@ -169,12 +184,16 @@ class Takeover:
     _attributes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], frozenset[str]]] = (
         field(default_factory=list)
     )
+    _keep_addresses: SharedGpu | None = None
 
     @classmethod
-    def plan(cls, running: nn.Module, fresh: nn.Module) -> Takeover:
+    def plan(
+        cls, running: nn.Module, fresh: nn.Module, keep_addresses: SharedGpu | None = None
+    ) -> Takeover:
         """Compare the two models, and return how `running` gets the weights of `fresh`.
 
-        Both must have been recorded by `note_loaded`.
+        Both must have been recorded by `note_loaded`. With `keep_addresses`, the GPU on which both
+        lie, the tensors of `running` keep their addresses.
 
         Raises:
             UnsupportedError: The models differ in more than their weights. The error says where.
@@ -201,6 +220,9 @@ class Takeover:
         for path in _LOADED[fresh].kept & _LOADED[running].kept:
             parts[id(_follow(here, path))] = _follow(there, path)
         plan._plan_attributes(there, here, parts)
+        if keep_addresses is not None:
+            plan._keep_addresses = keep_addresses
+            plan._require_same_places(parts)
         return plan
 
     def _plan_tensors(
@@ -250,6 +272,19 @@ class Takeover:
             gone = before.get(path, frozenset()) - new.keys()
             self._attributes.append((vars(mine), vars(theirs), new, gone))
 
+    def _require_same_places(self, parts: Mapping[int, object]) -> None:
+        """Check that only contents of tensors differ, of which those in attributes are added."""
+        for own, tensor in self._tensors:
+            if own.stride() != tensor.stride():
+                raise _differs("a tensor", f"has strides {own.stride()} and {tensor.stride()}")
+        same = _SameValues(parts)
+        for mine, theirs, new, gone in self._attributes:
+            odd = [key for key in new if key not in mine or not same(mine[key], theirs[key])]
+            if odd or gone:
+                raise _differs(min([*odd, *gone]), "is set otherwise, and captured graphs use it")
+        known = {id(tensor) for _, tensor in self._tensors}
+        self._tensors += (pair for key, pair in same.tensors.items() if key not in known)
+
     def apply(self, note: Callable[[], None] | None = None) -> None:
         """Give the running model the new weights. No thread may compute with it meanwhile.
 
@@ -259,28 +294,50 @@ class Takeover:
         Raises:
             UnsupportedError: The running model has other tensors than when this was planned. It
                 stays as it is.
+            BackendError: There is no room on the GPU to keep addresses, or its driver refuses. The
+                running model stays as it is.
+            LostWeightsError: The same, and it could not be made as it was.
         """
         for held, key, own in self._places:
             if held.get(key) is not own:
                 raise _differs(key, "was replaced meanwhile")
+        exchange = None
+        if self._keep_addresses is not None:
+            exchange = AddressExchange(self._keep_addresses, self._tensors)
+            exchange.prepare()
+            exchange.swap()
         arrived: BaseException | None = None
         for _ in range(_MOST_ARRIVE):
             try:
-                self._rebind()
+                if exchange is None:
+                    self._rebind()
+                else:
+                    exchange.copy()
+                take_over_digests(self.running, self.fresh)
                 if note is not None:
                     note()
                 break
             except BaseException as error:  # noqa: BLE001  # raised below
                 arrived = error
+        else:
+            if exchange is not None and arrived is not None:
+                exchange.lose(arrived)
+        self._let_go()
+        if arrived is not None:
+            raise arrived
+
+    def _let_go(self) -> None:
+        """Let go of what is not needed of the new model, and of the one before."""
+        tensors = [tensor for _, tensor in self._tensors]
+        if self._keep_addresses is not None:
+            _Remains(tensors, []).let_go()  # nothing of it was moved
+            return
         former = _FORMER.pop(self.running, None)
         _FORMER[self.running] = _Remains(
-            [tensor for _, tensor in self._tensors],
-            [(theirs, [*new]) for _, theirs, new, _ in self._attributes],
+            tensors, [(theirs, [*new]) for _, theirs, new, _ in self._attributes]
         )
         if former is not None:
             former.let_go()
-        if arrived is not None:
-            raise arrived
 
     def _rebind(self) -> None:
         """Give the running model tensors and attributes. May be done again, in part or whole."""
@@ -294,7 +351,68 @@ class Takeover:
         for held, _, new, _ in self._attributes:
             held.update(new)
         _LOADED[self.running] = _LOADED[self.fresh]
-        take_over_digests(self.running, self.fresh)
+
+
+class _SameValues:
+    """A comparison of what the loads of two models have set. For one thread.
+
+    `tensors` has the pairs of tensors that were met, by the id of the new model's.
+    """
+
+    def __init__(self, parts: Mapping[int, object]) -> None:
+        """Compare values of a new model with the running one's.
+
+        `parts` has the running model's part for each part of the new one, by its id.
+        """
+        self._parts = parts
+        # With what was met, so that nothing else gets its id meanwhile.
+        self._met: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.tensors: dict[int, Pair] = {}
+
+    def __call__(self, mine: Any, theirs: Any) -> bool:
+        """Return whether two values are equal but for the contents of tensors."""
+        if mine is theirs:
+            return True
+        if id(theirs) in self._parts:
+            return self._parts[id(theirs)] is mine
+        if type(mine) is not type(theirs):
+            return False
+        if (id(mine), id(theirs)) in self._met:
+            return True  # within itself, or again
+        self._met[id(mine), id(theirs)] = mine, theirs
+        if isinstance(mine, torch.Tensor):
+            return self._are_alike(mine, theirs)
+        if isinstance(mine, _SIMPLE):
+            return bool(mine == theirs)
+        held, other = _held(mine), _held(theirs)
+        if held is None or other is None:
+            return False  # what it refers to cannot be seen
+        return held.keys() == other.keys() and all(self(held[key], other[key]) for key in held)
+
+    def _are_alike(self, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+        if _geometry(mine) != _geometry(theirs) or mine.stride() != theirs.stride():
+            return False
+        return self.tensors.setdefault(id(theirs), (mine, theirs))[0] is mine
+
+
+def _held(value: Any) -> dict[Any, Any] | None:
+    """Return what a value consists of or refers to, or None if that cannot be seen."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, (list, tuple)):
+        return dict(enumerate(value))
+    if isinstance(value, MethodType):
+        return {"function": value.__func__, "self": value.__self__}
+    if isinstance(value, FunctionType):
+        cells = (each.cell_contents for each in value.__closure__ or ())
+        defaults = {"defaults": value.__defaults__, "keywords": value.__kwdefaults__}
+        return {"code": value.__code__, **defaults, **dict(enumerate(cells))}
+    if isinstance(value, partial):
+        return {"function": value.func, "values": value.args, "keywords": value.keywords}
+    if isinstance(value, nn.Module):
+        return None  # of the new model's modules, each has its place
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)

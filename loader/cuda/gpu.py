@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -83,6 +84,16 @@ class DeviceMapping:
         """
         if not self.private:
             self._owners[id(owner)] = owner
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        """The serial numbers of the slabs, in order."""
+        return tuple(each.serial for each in self.extents)
+
+    @property
+    def opener(self) -> Opener:
+        """The opener that maps the slabs."""
+        return self._opener
 
     def owners(self) -> list[object]:
         """Return the objects kept alive until the slabs are unmapped, for example leases."""
@@ -254,6 +265,17 @@ class Gpu:
         return next(
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
+
+    def mappings_at(self, addresses: Sequence[int]) -> list[DeviceMapping | None]:
+        """Return, for each address, the shared or private mapping that contains it, or None."""
+        alive = sorted(self._alive, key=lambda each: each.address)
+        starts = [each.address for each in alive]
+        found: list[DeviceMapping | None] = []
+        for address in addresses:
+            last = alive[at - 1] if (at := bisect_right(starts, address)) else None
+            inside = last is not None and address < last.address + last.nbytes
+            found.append(last if inside else None)
+        return found
 
     @contextmanager
     def writable(

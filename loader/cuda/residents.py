@@ -148,9 +148,9 @@ class Views:
         place = tuple(slab.serial for slab in slabs), resident.key if len(slabs) > 1 else None
         with self._lock:
             found = self._mappings.get(place)
-            # What became private may have been written: it is the resident no longer. And what
-            # sleeps is nowhere.
-            if found is None or found.private or found.asleep:
+            # What became private may have been written: it is the resident no longer. What sleeps
+            # is nowhere. And other slabs may have been mapped at the address.
+            if found is None or found.private or found.asleep or found.serials != place[0]:
                 extents = [slab.extent for slab in slabs]
                 # The mapping holds the slabs, and so the descriptors, until it is unmapped.
                 found = first.gpu.map(extents, first.opener, tuple(slabs))

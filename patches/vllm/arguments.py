@@ -113,8 +113,7 @@ def refuse_moving_weights(settings: object) -> None:
     three exceptions:
 
     * `sleep_mode_backend` may be "cumem", vLLM's default.
-    * `weight_transfer_config` is allowed on a CPU. On a GPU, this package's own backend is allowed,
-      with `enforce_eager`.
+    * `weight_transfer_config` is allowed on a CPU. On a GPU, this package's own backend is allowed.
     * `enable_sleep_mode` is allowed on a GPU with a memory manager, if this vLLM's sleep mode is
       supported.
 
@@ -171,23 +170,12 @@ def _copied_on_write() -> bool:
 def _follows_on_gpu(settings: object) -> bool:
     """Return whether engines of this vLLM follow the steps of a run on a GPU.
 
-    They do not write to weights, but move them, of which captured graphs would not know.
-
-    Raises:
-        ConfigError: They would, if no graph was captured.
+    What is shared is not written to.
     """
     from vllm.platforms import current_platform
 
     backend = getattr(getattr(settings, "weight_transfer_config", None), "backend", None)
-    if backend != BACKEND or not current_platform.is_cuda() or not usable("steps"):
-        return False
-    if not getattr(settings, "enforce_eager", False):
-        raise ConfigError(
-            "on a GPU, an engine that follows steps moves its weights, and captured graphs would "
-            "go on reading the former ones: add enforce_eager=True, or drop weight_transfer_config",
-            setting="weight_transfer_config",
-        )
-    return True
+    return backend == BACKEND and current_platform.is_cuda() and usable("steps")
 
 
 def parse_flag(text: str) -> dict[str, Any]:

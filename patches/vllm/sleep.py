@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import wrapt
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.checkpoint_io.stub_folder import stored_in
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.sleep import SleepingModel
 from tensor_dedup.loader.residents.manager import client_of
@@ -122,7 +123,8 @@ def _fall_asleep(worker: Any, gpu: SharedGpu) -> None:
 
 def _sleeping_model(worker: Any, gpu: SharedGpu) -> SleepingModel:
     load_config = worker.vllm_config.load_config
-    config, _ = split((load_config.model_loader_extra_config or {}).get(KEY))
+    mine = (load_config.model_loader_extra_config or {}).get(KEY)
+    config, checkout = split(mine)[0], stored_in(mine)
     if config.memory_manager is None:
         raise UnsupportedError("there is no memory manager to keep them; give memory_manager")
     where = os.fspath(config.memory_manager)
@@ -132,4 +134,7 @@ def _sleeping_model(worker: Any, gpu: SharedGpu) -> SleepingModel:
     except MemoryManagerError as error:
         _log.debug("no memory manager of the GPU: %s", str(error))
         device = None
-    return SleepingModel(gpu, host, device, checkpoint_name(worker.vllm_config.model_config.model))
+    model = worker.vllm_config.model_config.model
+    # As its load called it, so that both have one name in the managers.
+    name = checkout.url if checkout is not None and checkout.folder == model else model
+    return SleepingModel(gpu, host, device, checkpoint_name(name))

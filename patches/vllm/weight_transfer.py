@@ -7,7 +7,9 @@
 A step is loaded beside the model that runs, by the ordinary loader, so everything that models share
 is shared. The running model is not touched until `finish_weight_update`, which rebinds its tensors
 (`tensor_dedup.loader.takeover`) and cannot fail half-way. Therefore an engine is at one step or at
-another at all times, and if anything fails, it stays where it was.
+another at all times, and if anything fails, it stays where it was. On a GPU, captured graphs would
+not see that tensors were rebound, so without `enforce_eager` tensors there keep their addresses
+(`tensor_dedup.loader.cuda.exchange`).
 
 vLLM looks this module up by name in its registry of weight transfer engines.
 """
@@ -42,14 +44,16 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from tensor_dedup.errors import ConfigError, TensorDedupError, UnsupportedError
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout, stored_in
+from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.loader.process_state import release_memory
+from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.takeover import Takeover
 from tensor_dedup.memory_manager.client import AUTO
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError
-from tensor_dedup.memory_manager.protocol.paths import socket_path
+from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_path
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import why_not
 from tensor_dedup.store.format.names import run_of_latest
@@ -59,6 +63,7 @@ from tensor_dedup.types import STORE_SCHEME
 if TYPE_CHECKING:
     from vllm.config import VllmConfig, WeightTransferConfig
 
+    from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.patches.vllm.run import BuildElsewhere
 
 _log = logging.getLogger(__name__)
@@ -148,9 +153,19 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         # Of replicas, that is of models without experts, each has a configuration of one.
         if vllm_config.parallel_config.data_parallel_size > 1:
             raise _refused("data_parallel_size", "one answer would use experts of two steps")
+        self._gpu = DEVICES.at(device)
+        if device.type != "cpu" and self._gpu is None and not self._is_eager():
+            raise UnsupportedError(
+                "an engine that follows steps moves its weights here, and captured graphs would "
+                f"go on reading the former ones ({DEVICES.why_not(device)}); start it with "
+                "enforce_eager=True",
+                setting="enforce_eager",
+            )
         self._preparation: Preparation | None = None
         self._takeover: Takeover | None = None
         self._checkout: Checkout | None = None
+        # The URLs of earlier steps of which a memory manager may have tensors.
+        self._formers: set[str] = set()
 
     def init_transfer_engine(self, init_info: StepInitInfo) -> None:
         """Do nothing: there is no connection to a trainer."""
@@ -167,13 +182,15 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
 
         Raises:
             ValueError: `update_info` is invalid.
+            UnsupportedError: The engine sleeps.
         """
         update = self.parse_update_info(update_info)
+        self._require_awake()
         self._forget_loaded()
         if self._preparation is None or self._preparation.update != update:
             if self._preparation is not None:
                 self._preparation.cancel()
-            self._preparation = Preparation(self.vllm_config, update)
+            self._preparation = Preparation(self.vllm_config, update, self.device)
 
     def is_prepared(self) -> bool:
         """Return whether the step is loaded, or could not be, which `update_weights` then says.
@@ -202,12 +219,14 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         Raises:
             ValueError: `update_info` is invalid.
             StoreError: The store does not have the step, or it is damaged.
-            UnsupportedError: The step differs from the running model in more than its weights.
+            UnsupportedError: The step differs from the running model in more than its weights, or
+                the engine sleeps.
         """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: StepUpdateInfo) -> None:
         """Load a step; the same as `update_weights`, with the fields in a StepUpdateInfo."""
+        self._require_awake()
         self._forget_loaded()
         prepared, self._preparation = self._preparation, None
         loaded = None
@@ -219,7 +238,7 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
                 prepared.cancel()
             if loaded is None:
                 loaded = load_beside(self.vllm_config, update_info)
-            takeover = Takeover.plan(self.model, loaded.model)
+            takeover = Takeover.plan(self.model, loaded.model, self._keep_addresses())
         except BaseException as error:
             prepared = loaded = None
             _forget_begun(error)
@@ -230,14 +249,19 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         """Change to the step that was loaded.
 
         Raises:
-            UnsupportedError: No step was loaded since `start_weight_update`.
+            UnsupportedError: No step was loaded since `start_weight_update`, or the engine sleeps.
+            BackendError: There is no room on the GPU for what must be copied. The engine stays at
+                its step.
+            LostWeightsError: The driver of the GPU fails. The engine must be ended.
         """
         takeover, checkout = self._takeover, self._checkout
         if takeover is None or checkout is None:
             raise UnsupportedError("no step was loaded: call update_weights before")
+        self._require_awake()
         self._takeover = self._checkout = None
         load_config = self.vllm_config.load_config
         former = load_config.model_loader_extra_config[KEY]
+        manager, held = split(former)[0].memory_manager, stored_in(former)
         extra = _extra(load_config, checkout)
 
         def note() -> None:  # a reload reads this step
@@ -245,11 +269,31 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
             self.vllm_config.model_config.model = checkout.folder
 
         takeover.apply(note)
+        if manager and held is not None:
+            self._formers.add(held.url)
         # Beside the model, which goes on; without a thread, memory is freed later.
         name = "tensor-dedup-former-step"
+        where = os.fspath(manager) if manager else None
         with suppress(RuntimeError):
-            what = former, load_config
+            what = where, self._formers, load_config, self._gpu, not self._is_eager()
             threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
+
+    def _is_eager(self) -> bool:
+        """Return whether no graphs are captured, which would know the addresses of weights."""
+        return bool(self.vllm_config.model_config.enforce_eager)
+
+    def _keep_addresses(self) -> SharedGpu | None:
+        """Return the GPU on which the model's tensors keep their addresses, if they do."""
+        return None if self._is_eager() else self._gpu
+
+    def _require_awake(self) -> None:
+        """Check that no weights of the model are unmapped: a wake-up maps the former step's."""
+        if self._gpu is None:
+            return
+        for parameter in self.model.parameters():
+            mapping = self._gpu.gpu.mapping_at(param_data(parameter).data_ptr())
+            if mapping is not None and mapping.asleep:
+                raise UnsupportedError("the engine sleeps; call wake_up before update_weights")
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
@@ -265,31 +309,49 @@ def _refused(name: str, reason: str) -> UnsupportedError:
     )
 
 
-def _let_go(former: Mapping[str, Any], load_config: Any) -> None:
+def _let_go(
+    manager: str | None,
+    formers: set[str],
+    load_config: Any,
+    gpu: SharedGpu | None = None,
+    copied: bool = False,
+) -> None:
     """Return the memory of a former step to the system, and let a memory manager free the step.
 
-    `former` is what the loader's configuration, which is in `load_config`, had for that step. If
-    another engine runs the step, the manager keeps it until that one changes, too, and lets go.
+    `manager` is its path or "auto". `formers` has the URLs of earlier steps. If another engine runs
+    one of them, the manager keeps it until that one changes, too, and lets go. What a step has in
+    common with later ones is kept until they change it. The URLs of steps of which nothing is left,
+    and that of the step in `load_config`, which runs, are removed. If tensors of this step were
+    `copied`, nobody may use what was loaded, and it is freed as well.
     """
     release_memory()  # packed layers lay in the heap, which would stay as large as two steps
-    manager, held = split(former)[0].memory_manager, stored_in(former)
-    if not manager or held is None:
-        return
+    if gpu is not None:
+        try:
+            gpu.gpu.reap(wait=True)  # what is mapped is leased
+        except MemoryManagerError as error:
+            _log.debug("a former step stays mapped for now: %s", str(error))
 
-    def is_former() -> bool:  # and the engine has not come back to it
+    def running() -> str:
         now = stored_in(load_config.model_loader_extra_config[KEY])
-        return now is None or now.url != held.url
+        return "" if now is None else now.url
 
-    name, wait = checkpoint_name(held.url), _FREED_AFTER_S
-    until = time.monotonic() + _FREED_WITHIN_S
+    if manager is None:
+        return
+    wait, until = _FREED_AFTER_S, time.monotonic() + _FREED_WITHIN_S
+    socket = socket_path(None if manager == AUTO else manager)
+    device = "" if gpu is None else gpu.gpu.device.uuid
     try:
-        with Admin(socket_path(None if manager == AUTO else manager)) as admin:
+        with Admin(device_socket(socket, device)) as admin:
             # Leases are given back one by one, and on a busy host it takes a while.
-            while is_former() and time.monotonic() < until:
-                admin.evict(name)
-                rows = admin.overview(residents=False).checkpoints
-                if all(row.name != name or row.pinned for row in rows):
+            while time.monotonic() < until:
+                formers.discard(now := running())  # to which the engine may have come back
+                if not formers:
                     return
+                for url in [*formers, now] if copied else [*formers]:
+                    admin.evict(checkpoint_name(url))
+                rows = admin.overview(residents=False).checkpoints
+                left = {row.name for row in rows if not row.pinned}
+                formers -= {url for url in list(formers) if checkpoint_name(url) not in left}
                 time.sleep(wait)
                 wait = min(2 * wait, _FREED_EVERY_S)
     except MemoryManagerError as error:
@@ -363,10 +425,13 @@ class Preparation:
     `cancel`.
     """
 
-    def __init__(self, vllm_config: VllmConfig, update: StepUpdateInfo) -> None:
-        """Begin to load a step for the engine with this configuration."""
+    def __init__(
+        self, vllm_config: VllmConfig, update: StepUpdateInfo, device: torch.device
+    ) -> None:
+        """Begin to load a step for the engine with this configuration, onto its `device`."""
         self.update = update
         self._vllm_config = vllm_config
+        self._device = device
         self._builds: queue.SimpleQueue[tuple[Callable[[], nn.Module], Future[nn.Module]]]
         self._builds = queue.SimpleQueue()
         self._result: Future[LoadedStep] = Future()
@@ -380,6 +445,9 @@ class Preparation:
             # Of this thread alone, and those that it starts: answers come first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
+            if self._device.type != "cpu":
+                # A thread begins with the first GPU, whichever the engine runs on.
+                torch.accelerator.set_device_index(self._device)
             made = load_beside(self._vllm_config, self.update, self._build_elsewhere)
         except BaseException as error:  # noqa: BLE001  # for the thread that asks
             _forget_begun(error)
@@ -421,7 +489,7 @@ class Preparation:
             build, built = self._builds.get_nowait()
             if built.set_running_or_notify_cancel():
                 try:
-                    built.set_result(_built(self._vllm_config, build))
+                    built.set_result(_built(self._vllm_config, build, self._device))
                 except BaseException as error:  # noqa: BLE001  # for the thread that loads
                     built.set_exception(error)
         return self._result.done()
@@ -456,11 +524,18 @@ def _forget_begun(error: BaseException) -> None:
     gc.collect()  # modules and parameters refer to each other
 
 
-def _built(vllm_config: VllmConfig, build: Callable[[], nn.Module]) -> nn.Module:
+def _built(
+    vllm_config: VllmConfig, build: Callable[[], nn.Module], device: torch.device
+) -> nn.Module:
     """Call `build` with the settings of the process that constructors need."""
     dtype = cast("torch.dtype", vllm_config.model_config.dtype)
-    # Constructors fill what the checkpoint then overwrites; samplers draw from the same generator.
-    with set_default_torch_dtype(dtype), torch.random.fork_rng(devices=[]):
+    # Constructors fill what the checkpoint then overwrites; samplers draw from the same generators.
+    generators = (
+        torch.random.fork_rng(devices=[])
+        if device.type == "cpu"
+        else torch.random.fork_rng(devices=[device], device_type=device.type)
+    )
+    with set_default_torch_dtype(dtype), generators:
         return build()
 
 

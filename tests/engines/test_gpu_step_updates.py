@@ -5,8 +5,9 @@ Over the fake driver, as in test_gpu_engines. The oracle is an engine that loads
 
 import copy
 import gc
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,15 @@ from gpu_runs.fake_driver import GRANULARITY, RefusingDriver
 from gpu_runs.gpu_engines import Sleepers, accesses, on
 from manager_runs import managers
 from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import report, unshare, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
+from tensor_dedup.loader.cuda.exchange import AddressExchange, LostWeightsError
+from tensor_dedup.loader.cuda.openers import VmmOpener
 from tensor_dedup.loader.takeover import Takeover
-from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.memory_manager.cuda.driver import Access, Result, refused
+from tensor_dedup.memory_manager.errors import BackendError, DeviceError
 from tensor_dedup.patches.vllm.weight_transfer import StepTransferEngine
 from tensor_dedup.training import CheckpointStore
 from vllm_runs import engines, following, plain, shared
@@ -33,6 +38,7 @@ from vllm_runs import engines, following, plain, shared
 pytestmark = pytest.mark.vllm
 
 _RUN = "policy"
+_SHORT = {"llama_tied", "deepseek_v2"}
 _HIDDEN = 512
 _ROWS = 2 * BLOCK_BYTES // (2 * _HIDDEN) + 64  # of an embedding in three blocks
 Seen = tuple[Any, dict[str, str]]
@@ -40,7 +46,11 @@ Seen = tuple[Any, dict[str, str]]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps: to the second, a row of the embedding and the other matrices; then all."""
+    """Four steps, as a training may change a model.
+
+    From the first, the second has another row in each large matrix and other small ones, the third
+    is all different, and the fourth has another layer.
+    """
     root = tmp_path_factory.mktemp("gpu-steps")
     torch.manual_seed(0)
     config = hf.LlamaConfig(
@@ -51,17 +61,19 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         attention_bias=True,
     )
     made: Any = hf.LlamaForCausalLM
     base = checkpoints.save(made(config).to(torch.bfloat16), root / "base")
     first = checkpoints.tensors(base)
     second = {n: each * (1.5 if "proj.weight" in n else 1.0) for n, each in first.items()}
-    second["model.embed_tokens.weight"][-1] += 1
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        second[name][-1] += 1
     third = {n: each * -1.25 for n, each in first.items()}
+    fourth = {n: each * (1.5 if "layers.1." in n else 1.0) for n, each in first.items()}
     with CheckpointStore(root / "store", _RUN, config=base) as run:
-        for number, each in enumerate((first, second, third)):
+        for number, each in enumerate((first, second, third, fourth)):
             run.save(each, number)
     engines.warm_up(base)
     return root / "store"
@@ -91,14 +103,14 @@ def seen(llm: Any) -> Seen:
 def expected(store: Path) -> list[Seen]:
     """What engines answer and hold that have loaded the steps, without a GPU."""
     found = []
-    for step in range(3):
+    for step in range(4):
         llm = plain.engine(
             f"store://{_RUN}@{step}", tensor_dedup={"store": str(store), "cpu_weights": "plain"}
         )
         found.append(seen(llm))
         plain.let_go(llm)
         del llm
-    assert len({repr(each[0]) for each in found}) == 3, "the steps do not differ"
+    assert len({repr(each[0]) for each in found}) == 4, "the steps do not differ"
     return found
 
 
@@ -159,7 +171,7 @@ def test_what_did_not_change_is_not_sent_again_and_stays_shared(
                 "self_attn.qkv_proj.bias",
             )
         }
-        assert report().models[-1].leaf_shared_bytes == 2 * BLOCK_BYTES
+        assert report().models[-1].leaf_shared_bytes == 4 * BLOCK_BYTES
         assert seen(second) == expected[0]
         sent = driver.traffic["copy_in"]
         second.update_weights({"step": 1})
@@ -308,15 +320,251 @@ def test_an_engine_sleeps_and_wakes_at_the_step_to_which_it_has_changed(
     del llm, pair
 
 
-def test_an_engine_with_captured_graphs_is_refused(store: Path, driver: gpus.Full) -> None:
+def test_an_engine_with_captured_graphs_needs_memory_that_can_be_mapped_again(
+    store: Path, driver: gpus.Full
+) -> None:
     with on(driver):
         llm = following_engine(store, 0)
         config = copy.copy(llm.llm_engine.vllm_config)
         config.model_config = copy.copy(config.model_config)
-        place = torch.device("cuda", 0)
+        place = torch.device("cuda", 0)  # which is not here
         StepTransferEngine(config.weight_transfer_config, config, place, plain.model(llm))
         config.model_config.enforce_eager = False
         with pytest.raises(UnsupportedError, match="enforce_eager=True"):
             StepTransferEngine(config.weight_transfer_config, config, place, plain.model(llm))
         end(llm)
         del llm
+
+
+# Engines whose graphs know the addresses of weights.
+
+
+@pytest.fixture
+def graphs() -> Iterator[None]:
+    """Engines are taken to have captured graphs, which CPU engines do not."""
+    with mock.patch.object(StepTransferEngine, "_is_eager", return_value=False):
+        yield
+
+
+def places(llm: Any) -> dict[str, int]:
+    """The address of every tensor of a model: parameters, buffers and attributes."""
+    found = {}
+    for name, module in plain.model(llm).named_modules():
+        every = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in every.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{key}"] = value.data_ptr()
+    return found
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_where_graphs_are_captured_all_addresses_stay(
+    store: Path, expected: list[Seen], driver: gpus.Full, tmp_path: Path, managed: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    lender = gpus.running(tmp_path, "--budget", str(1 << 30)) if managed else nullcontext()
+    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    with lender as manager, on(driver):
+
+        def in_use() -> int:
+            return gpus.in_use() + (manager.overview().totals.resident_bytes if manager else 0)
+
+        llm = following_engine(store, 0, **config)
+        once, versions = in_use(), {llm.get_weight_version()}
+        before = places(llm)
+        for step in (1, 2, 0, 0, 3, 2, 1):
+            llm.update_weights({"step": step})
+            assert places(llm) == before
+            assert seen(llm) == expected[step]
+            managers.until(lambda: in_use() <= 1.1 * once, 10)
+            assert verify().ok
+            versions.add(llm.get_weight_version())
+            # From the first step that changes a slab in part, this is copied.
+            rights = accesses(llm, driver)
+            assert rights["lm_head.weight"] is Access.READ
+            copied = {name for name, access in rights.items() if access is Access.READ_WRITE}
+            assert bool(copied) is (len(versions) == 4)
+            assert not copied or "model.layers.0.mlp.down_proj.weight" in copied
+        end(llm)
+        del llm
+
+
+@pytest.mark.usefixtures("graphs")
+def test_where_addresses_stay_large_tensors_stay_shared(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver):
+        first, second = (following_engine(store, 0) for _ in range(2))
+        name = "model.embed_tokens.weight"
+        assert name in shared.shared_parameters(first, second)
+        first.update_weights({"step": 1})
+        assert name not in shared.shared_parameters(first, second)
+        assert seen(second) == expected[0]
+        second.update_weights({"step": 1})
+        assert name in shared.shared_parameters(first, second)
+        assert [seen(llm) for llm in (first, second)] == [expected[1]] * 2
+        end(first, second)
+        del first, second
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_whatever_the_driver_refuses_where_addresses_stay_the_engine_is_at_one_step(
+    store: Path, expected: list[Seen], driver: gpus.Full, *, every: bool
+) -> None:
+    refusing = RefusingDriver(driver)
+    with on(refusing):
+        llm = following_engine(store, 0)
+        before = places(llm)
+        calls: list[str] = []
+        for number in (0, *range(1, 1000)):
+            # The first update makes small tensors the engine's own, so each try has a new engine.
+            if number and number not in set(some(calls, every)):
+                continue
+            fails = failed_update(llm, refusing, number)
+            assert held(llm) == expected[0 if fails else 1][1], (number, calls[number - 1])
+            assert places(llm) == before
+            if not number:
+                calls = list(refusing.calls)
+                assert not fails
+            llm.update_weights({"step": 0})
+            assert held(llm) == expected[0][1]
+        llm.update_weights({"step": 1})
+        assert seen(llm) == expected[1]
+        end(llm)
+        del llm
+
+
+def with_maps_refused(driver: gpus.Full, numbers: Callable[[int], bool]) -> Any:
+    """Let the calls of these numbers that map memory during an exchange fail."""
+    swap, map_ = AddressExchange.swap, driver.map
+    count = itertools.count()
+
+    def mapped(*given: int) -> None:
+        if numbers(next(count)):
+            raise refused("cuMemMap", Result.MAP_FAILED)
+        map_(*given)
+
+    def swapped(self: AddressExchange) -> None:
+        with mock.patch.object(driver, "map", mapped):
+            swap(self)
+
+    return mock.patch.object(AddressExchange, "swap", swapped)
+
+
+@pytest.mark.usefixtures("graphs")
+@pytest.mark.parametrize("number", [0, 1, 3, 5])
+def test_what_was_mapped_is_mapped_back_where_one_fails(
+    store: Path, expected: list[Seen], driver: gpus.Full, number: int
+) -> None:
+    """There are two large tensors, of three blocks each."""
+    with on(driver):
+        llm = following_engine(store, 0)
+        before = places(llm)
+        with (
+            with_maps_refused(driver, lambda each: each == number),
+            pytest.raises(DeviceError, match="cuMemMap"),
+        ):
+            llm.update_weights({"step": 1})
+        assert seen(llm) == expected[0]
+        assert places(llm) == before
+        assert verify().ok
+        llm.update_weights({"step": 1})
+        assert seen(llm) == expected[1]
+        end(llm)
+        del llm
+
+
+@pytest.mark.usefixtures("graphs")
+def test_an_engine_whose_memory_cannot_be_mapped_back_computes_with_nothing(
+    store: Path, driver: gpus.Full
+) -> None:
+    with on(driver):
+        llm = following_engine(store, 0)
+        with (
+            with_maps_refused(driver, lambda each: each >= 3),
+            pytest.raises(LostWeightsError, match="started anew"),
+        ):
+            llm.update_weights({"step": 1})
+        large = [accesses(llm, driver)[name] for name in ("model.embed_tokens.weight",)]
+        large.append(accesses(llm, driver)["lm_head.weight"])
+        assert large == [Access.NONE, Access.NONE]
+        end(llm)
+        del llm
+
+
+@pytest.mark.usefixtures("graphs")
+def test_without_room_for_copies_the_engine_stays_where_it_was(
+    store: Path, expected: list[Seen], driver: gpus.Full
+) -> None:
+    with on(driver):
+        llm = following_engine(store, 0)
+        short = mock.patch.object(
+            VmmOpener, "make_private", side_effect=refused("cuMemCreate", Result.OUT_OF_MEMORY, 1)
+        )
+        with short, pytest.raises(BackendError, match="cuMemCreate"):
+            llm.update_weights({"step": 3})
+        assert seen(llm) == expected[0]
+        assert set(accesses(llm, driver).values()) == {Access.READ}
+        llm.update_weights({"step": 3})
+        assert seen(llm) == expected[3]
+        end(llm)
+        del llm
+
+
+@pytest.mark.usefixtures("graphs")
+def test_an_engine_that_keeps_addresses_sleeps_and_wakes(
+    store: Path, expected: list[Seen], driver: gpus.Full, sleepers: Sleepers
+) -> None:
+    llm = sleepers.engine(
+        f"store://{_RUN}@0", {"store": str(store)}, weight_transfer_config=following.BACKEND
+    )
+    before = places(llm)
+    for step in (1, 3, 2):
+        llm.update_weights({"step": step})
+        llm.sleep(level=1)
+        # What was copied is the model's own, and stays.
+        own = {Access.READ_WRITE} if step != 1 else set()
+        assert set(accesses(llm, driver).values()) == {Access.NONE, *own}
+        managers.until(lambda: sleepers.on_gpu() == 0)
+        assert llm.wake_up()
+        assert places(llm) == before
+        assert seen(llm) == expected[step]
+    assert verify().ok
+    end(llm)
+    del llm
+
+
+def follow_with_graphs(arch: str, root: str) -> list[bool]:
+    """Change to another step and back; are addresses as before, and the rest as in a fresh load?"""
+    pair = checkpoints.make(arch, Path(root, "checkpoints"))
+    with CheckpointStore(Path(root, "store"), _RUN, config=pair.base) as run:
+        for number, path in enumerate((pair.base, pair.fine_tune)):
+            run.save(checkpoints.tensors(path), number)
+    store, found, equal = Path(root, "store"), [], []
+    with on(gpus.Full()), mock.patch.object(StepTransferEngine, "_is_eager", return_value=False):
+        for step in range(2):
+            once = plain.engine(f"store://{_RUN}@{step}", tensor_dedup={"store": str(store)})
+            found.append(seen(once))
+            plain.let_go(once)
+        assert found[0] != found[1]
+        llm = following_engine(store, 0)
+        before = places(llm)
+        for step in (1, 0, 1):
+            llm.update_weights({"step": step})
+            equal += [places(llm) == before, seen(llm) == found[step]]
+        plain.let_go(llm)
+    return equal
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(arch, marks=[] if arch in _SHORT else [pytest.mark.long])
+        for arch in checkpoints.ARCHITECTURES
+        if arch not in checkpoints.POOLING
+    ],
+)
+def test_of_each_architecture_all_addresses_stay(arch: str, tmp_path: Path) -> None:
+    assert fresh.call_forked(follow_with_graphs, arch, str(tmp_path)) == [True] * 6

@@ -256,13 +256,14 @@ def test_a_manager_frees_a_former_step_whose_leases_come_back_one_by_one(
 
     monkeypatch.setattr(weight_transfer, "Admin", Manager)
     config = llm.llm_engine.vllm_config.load_config
-    former = config.model_loader_extra_config[KEY]
-    former = {**former, "memory_manager": "/somewhere"}
+    former = f"store://{_RUN}@0"
+    formers = {former}
     llm.update_weights({"step": 1})
-    weight_transfer._let_go(former, config)
+    weight_transfer._let_go("/somewhere", formers, config)
     assert evicted == [name] * 3
+    assert not formers
     llm.update_weights({"step": 0})
-    weight_transfer._let_go(former, config)
+    weight_transfer._let_go("/somewhere", {former}, config)
     assert evicted == [name] * 3, "it runs that step again"
 
 
@@ -403,7 +404,7 @@ def test_of_an_update_that_failed_nothing_stays(store: Path, llm: "LLM") -> None
     _wait_until_prepared(llm)
     assert _held_now() > before
 
-    def refuse(running: object, fresh: object) -> None:
+    def refuse(*_: object) -> None:
         raise UnsupportedError("not now")
 
     failing = mock.patch.object(Takeover, "plan", new=refuse)  # a Mock would keep the model

@@ -320,7 +320,7 @@ def test_a_slab_that_is_mapped_twice_comes_back_once(
     other = one.views.__class__(one.gpu.kind)
     one.tensors += [other.tensor(each) for each in one._residents([BIG])]
     one.wanted.append(BIG)
-    assert len({*map(id, map(one.gpu.mapping_behind, one.tensors))}) == 3
+    assert len({*map(id, map(one.gpu.mapping_behind, one.tensors))}) == 4
     assert one.sleep().reasons == []
     assert gpus.in_use() == 0
     one.fake.traffic.clear()
@@ -599,7 +599,7 @@ def test_an_error_of_the_system_is_reported_and_copying_is_tried_again(
     report = one.sleep()
     assert report.unmapped == one.model.asleep > NBYTES
     assert [each for each in report.reasons if "No space" not in each] == []
-    assert len(report.reasons) == 2
+    assert len(report.reasons) == 3
     assert (on_gpu(device), kept(host)) == (NBYTES, 0)
     one.model.wake()
     assert one.is_right()

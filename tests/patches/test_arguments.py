@@ -232,21 +232,17 @@ def test_weight_updates_are_refused_where_a_write_would_reach_others(
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_engines_on_a_device_follow_steps_where_no_graph_knows_addresses(
+def test_engines_on_a_device_follow_steps_by_our_own_backend(
     cls: Args, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = {"weight_transfer_config": {"backend": "tensor_dedup"}}
     monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
-    given = cls(model=model, tensor_dedup=True, enforce_eager=True, **follow)
-    assert given.load_format == LOAD_FORMAT
-    with pytest.raises(ConfigError, match="add enforce_eager=True"):
-        cls(model=model, tensor_dedup=True, **follow)
-    monkeypatch.setattr(arguments, "usable", lambda part: part != "steps")
-    with pytest.raises(ConfigError, match=r"combine with weight_transfer_config=.*drop"):
-        cls(model=model, tensor_dedup=True, enforce_eager=True, **follow)
-    monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.ROCM)
-    with pytest.raises(ConfigError, match=r"combine with weight_transfer_config=.*drop"):
-        cls(model=model, tensor_dedup=True, enforce_eager=True, **follow)
+    assert cls(model=model, tensor_dedup=True, **follow).load_format == LOAD_FORMAT
+    for name, value in (("usable", lambda part: part != "steps"), ("usable", lambda _: True)):
+        monkeypatch.setattr(arguments, name, value)
+        with pytest.raises(ConfigError, match=r"combine with weight_transfer_config=.*drop"):
+            cls(model=model, tensor_dedup=True, **follow)
+        monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.ROCM)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -126,5 +126,6 @@ def sleepers(
 
     monkeypatch.setattr(arguments, "_may_sleep", asked_on_cuda)
     tmp_path.chmod(0o700)
-    with gpus.running(tmp_path) as device, managers.running(tmp_path) as host, on(driver):
+    room = "--budget", str(256 << 20)
+    with gpus.running(tmp_path, *room) as device, managers.running(tmp_path) as host, on(driver):
         yield Sleepers(str(tmp_path / "m.sock"), device, host)

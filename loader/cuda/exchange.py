@@ -1,0 +1,177 @@
+"""Give the tensors of a model other contents at the addresses that they have.
+
+Captured graphs have the addresses of a model's tensors in them, so a model with graphs takes over
+the weights of another one in this way:
+
+- Where all of a mapping changes to one mapping of the other model that is laid out alike, the slabs
+  of that one are mapped at the old address. Nothing is copied, and the slabs stay shared.
+- Every other tensor gets a copy of the contents. A mapping becomes the model's own before it is
+  written to. This concerns slabs of several tensors of which some have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
+
+import torch
+
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.loader.cuda.residents import DeviceResident
+from tensor_dedup.loader.residents.param_data import param_data
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.cuda.gpu import DeviceMapping
+    from tensor_dedup.loader.cuda.openers import MappedExtent, Opener
+    from tensor_dedup.loader.cuda.shared import SharedGpu
+
+_log = logging.getLogger(__name__)
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and another one of the same geometry whose contents it is to have."""
+
+
+class LostWeightsError(TensorDedupError):
+    """The weights of a model are neither those from before nor the new ones; end the engine."""
+
+
+class _Memory(NamedTuple):
+    """What a mapping maps, and what it holds meanwhile."""
+
+    extents: tuple[MappedExtent, ...]
+    opener: Opener
+    owners: list[object]
+
+    @classmethod
+    def of(cls, mapping: DeviceMapping) -> _Memory:
+        return cls(mapping.extents, mapping.opener, mapping.owners())
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """A mapping that is to map the slabs of another one."""
+
+    mapping: DeviceMapping
+    before: _Memory
+    after: _Memory
+
+
+class AddressExchange:
+    """The exchange of one model's contents for those of another one. For one thread.
+
+    No thread may use either model from the beginning of `prepare` to the end of `copy`.
+    """
+
+    def __init__(self, gpu: SharedGpu, pairs: Iterable[Pair]) -> None:
+        """Describe the exchange of the contents of `pairs`, whose tensors lie on `gpu`."""
+        self._gpu: Final = gpu.gpu
+        self._swaps: list[_Swap] = []
+        self._copies: list[Pair] = []
+        self._inside: dict[DeviceMapping, list[Pair]] = {}
+        data = [(param_data(own), param_data(new)) for own, new in pairs]
+        moved = [pair for pair in data if pair[0].data_ptr() != pair[1].data_ptr()]
+        behind = self._gpu.mappings_at([own.data_ptr() for own, _ in moved])
+        for pair, mapping in zip(moved, behind, strict=True):
+            if mapping is None or mapping.private:
+                self._copies.append(pair)
+            else:
+                self._inside.setdefault(mapping, []).append(pair)
+
+    def prepare(self) -> None:
+        """Do all that may find no room. The contents stay as they are, also after an error.
+
+        Raises:
+            BackendError: The GPU has no room, or its driver refuses.
+            UnsupportedError: The backend cannot put other memory at an address.
+        """
+        for mapping, pairs in self._inside.items():
+            other = self._like(mapping, pairs)
+            if other is None:
+                mapping.make_private()
+                self._copies += pairs
+            elif other.serials != mapping.serials:
+                self._swaps.append(_Swap(mapping, _Memory.of(mapping), _Memory.of(other)))
+        self._inside = {}
+
+    def _like(self, mapping: DeviceMapping, pairs: Sequence[Pair]) -> DeviceMapping | None:
+        """Return the mapping that has all new contents where `mapping` has the old ones."""
+        other = self._gpu.mapping_at(pairs[0][1].data_ptr())
+        if other is None or other.private or other.asleep:
+            return None
+        # Of the sizes that `DeviceMapping.wake` takes.
+        if [each.nbytes for each in other.extents] != [each.nbytes for each in mapping.extents]:
+            return None
+        moved = other.address - mapping.address
+        if any(new.data_ptr() - own.data_ptr() != moved for own, new in pairs):
+            return None
+        # Nothing may lie there that no pair is about.
+        places = {own.data_ptr() - mapping.address for own, _ in pairs}
+        held = (each for each in mapping.owners() if isinstance(each, DeviceResident))
+        return other if all(not each.nbytes or each.offset in places for each in held) else None
+
+    def swap(self) -> None:
+        """Map the new slabs. Waits for all work of the GPU. Call `prepare` before.
+
+        After an error, also one that arrives in the middle, all contents are those from before.
+
+        Raises:
+            BackendError: The driver refused.
+            LostWeightsError: The driver refused that, too. What could be unmapped is unmapped, so
+                that nothing computes with weights of both models.
+        """
+        with self._gpu.entered():
+            self._gpu.driver.synchronize()
+        done: list[_Swap] = []
+        try:
+            for each in self._swaps:
+                done.append(each)
+                _map(each.mapping, each.after)
+        except BaseException as error:
+            try:
+                for each in reversed(done):
+                    _map(each.mapping, each.before)
+            except BaseException as another:  # noqa: BLE001  # raised there
+                another.__context__ = error
+                self.lose(another)
+            raise
+
+    def copy(self) -> None:
+        """Copy all other new contents. Call `swap` before. May be done again, in part or whole.
+
+        On one GPU, between tensors of one geometry, it fails only if the GPU does.
+        """
+        with torch.inference_mode():  # in which some tensors were made
+            for own, new in self._copies:
+                own.copy_(new)
+        with self._gpu.entered():
+            self._gpu.driver.synchronize()
+
+    def lose(self, error: BaseException) -> NoReturn:
+        """Unmap what can be unmapped, so that nothing computes with weights of both models.
+
+        Raises:
+            LostWeightsError: Always, from `error`.
+        """
+        for each in self._swaps:
+            try:
+                each.mapping.sleep(waited=True)
+            except TensorDedupError as failed:
+                _log.warning("weights of two steps stay mapped: %s", str(failed))
+        raise LostWeightsError(
+            f"the weights of this engine are lost, and it must be started anew: {error}"
+        ) from error
+
+
+def _map(mapping: DeviceMapping, memory: _Memory) -> None:
+    """Let a mapping map other slabs at its address; after an error, it may be asleep.
+
+    Nothing is done if it maps them already.
+    """
+    if not mapping.asleep:
+        if mapping.extents == memory.extents:
+            return
+        mapping.sleep(waited=True)
+    mapping.wake(memory.extents, memory.opener, memory.extents)
+    for owner in memory.owners:
+        mapping.hold(owner)
