@@ -31,7 +31,6 @@ from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.protocol.messages import Done
 from tensor_dedup.memory_manager.protocol.tables import CheckpointRow
 from tensor_dedup.patches.vllm import step_updates, weight_transfer
-from tensor_dedup.patches.vllm.load_formats import KEY
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.training import CheckpointStore
 from vllm_runs import engines, following, plain, shared

@@ -20,7 +20,16 @@ pytestmark = [
 ]
 
 RUN = "policy"
-OPTIONS = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3}
+OPTIONS: dict[str, Any] = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.3}
+SIZES = {"cudagraph_capture_sizes": [1, 2, 4]}
+WAYS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "graphs": {
+        "enforce_eager": False,
+        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL", **SIZES},
+    },
+    "compiled": {"enforce_eager": False, "compilation_config": SIZES},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +59,8 @@ def steps(root: Path) -> Path:
     return root / "store"
 
 
-def test_an_engine_follows_and_answers_as_plain_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_an_engine_follows_and_answers_as_plain_ones(way: str, tmp_path: Path) -> None:
     from vllm_runs import plain
 
     store = steps(tmp_path)
@@ -64,8 +74,9 @@ def test_an_engine_follows_and_answers_as_plain_ones(tmp_path: Path) -> None:
         f"store://{RUN}@0",
         tensor_dedup={"store": str(store)},
         weight_transfer_config={"backend": "tensor_dedup"},
-        **OPTIONS,
+        **{**OPTIONS, **WAYS[way]},
     )
+    places = [each.data_ptr() for each in plain.model(llm).parameters()]
     assert plain.tokens(plain.outputs(llm)) == expected[0]
     free = []
     for step in (1, 2, 0, 0, 1) * 4:
@@ -74,5 +85,7 @@ def test_an_engine_follows_and_answers_as_plain_ones(tmp_path: Path) -> None:
         assert plain.tokens(plain.outputs(llm)) == expected[step]
         free.append(torch.cuda.mem_get_info()[0])
     assert verify().ok
+    if way != "eager":
+        assert [each.data_ptr() for each in plain.model(llm).parameters()] == places
     # Of former steps nothing stays: the model is tiny, so this is its size many times.
     assert max(free[5:]) - min(free[5:]) < 64 << 20
