@@ -1,12 +1,19 @@
 """What a running model takes over from a new one, and what it keeps."""
 
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from gpu_runs.fake_driver import FakeDriver
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.exchange import AddressExchange
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.takeover import Built, Takeover, note_loaded
 
 
@@ -201,3 +208,100 @@ def test_a_model_of_another_loader_is_refused() -> None:
     running, _ = built()
     with pytest.raises(UnsupportedError, match="another loader"):
         Takeover.plan(running, loaded(2.0))
+
+
+# Where graphs have captured the addresses of tensors.
+
+
+def alike(value: float, **odd: Any) -> Any:
+    """A loaded model in which only contents of tensors depend on `value`; `odd` is set on top."""
+    model, before = built()
+    for layer in model:
+        layer.weight.data = torch.full((2, 3), value)
+        layer.scale.fill_(value)
+        layer.table.fill_(value)
+        layer.derived = torch.full((3,), value)
+        layer.method.kernel = "kernel"
+        layer.method.bias = torch.full((2,), value)
+        layer.kernel = Method()
+        layer.kernel.handler = Method()
+        layer.kernel.handler.bias = torch.full((4,), value)
+        layer.forms = ("form", 1.5, {"weight": layer.weight, "views": [layer.weight[0]]})
+        layer.multiply = layer.linear
+        bias = layer.derived
+        layer.add = lambda given, bias=bias: given + bias
+        layer.scaled = partial(torch.mul, layer.method.bias)
+        for name, value_ in odd.items():
+            setattr(layer, name, value_)
+    note_loaded(model, before)
+    return model
+
+
+def tensors_of(model: Any) -> list[torch.Tensor]:
+    found = [*model.parameters(), *model.buffers()]
+    for layer in model:
+        found += [layer.derived, layer.method.bias, layer.kernel.handler.bias]
+        found += [layer.forms[2]["views"][0], layer.scaled.args[0]]
+    return found
+
+
+def kept(running: Any, fresh: Any) -> Takeover:
+    gpu = SharedGpu(Gpu(FakeDriver(), "0"), torch.device("cpu"), CPU)
+    return Takeover.plan(running, fresh, gpu)
+
+
+def test_where_addresses_are_kept_only_contents_change() -> None:
+    running, fresh = alike(1.0), alike(2.0)
+    held = [dict(vars(layer)) for layer in running]
+    before = tensors_of(running)
+    places = [each.data_ptr() for each in before]
+    noted: list[bool] = []
+    kept(running, fresh).apply(lambda: noted.append(True))
+    assert noted == [True]
+    assert [dict(vars(layer)) for layer in running] == held
+    assert all(mine is each for mine, each in zip(tensors_of(running), before, strict=True))
+    assert [each.data_ptr() for each in before] == places
+    assert all(bool((each == 2.0).all()) for each in before)
+    assert running[0].add(torch.zeros(3)).tolist() == [2.0] * 3
+    # And again, from what the first time has left.
+    kept(running, alike(3.0)).apply()
+    assert all(bool((each == 3.0).all()) for each in before)
+    assert [each.data_ptr() for each in before] == places
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"forms": ("form", 2.5, {})},
+        {"multiply": None},
+        {"derived": torch.zeros(5)},
+        {"kernel": object()},
+        {"add": lambda given: given},
+        {"another": 1},
+        {"handle": iter(())},
+    ],
+    ids=lambda odd: next(iter(odd)),
+)
+def test_where_addresses_are_kept_what_else_differs_is_refused(odd: dict[str, Any]) -> None:
+    running = alike(1.0, **({"handle": iter(())} if "handle" in odd else {}))
+    before = [each.clone() for each in tensors_of(running)]
+    with pytest.raises(UnsupportedError, match=rf"{next(iter(odd))} .*captured graphs use it"):
+        kept(running, alike(2.0, **odd))
+    assert all(map(torch.equal, tensors_of(running), before))
+
+
+def test_what_is_interrupted_where_addresses_are_kept_is_done_all_the_same() -> None:
+    running = alike(1.0)
+    copy, interrupted = AddressExchange.copy, iter([True])
+
+    def copied(self: AddressExchange) -> None:
+        for own, new in self._copies[:2]:
+            own.copy_(new)
+        if next(interrupted, False):
+            raise KeyboardInterrupt
+        copy(self)
+
+    takeover = kept(running, alike(2.0))
+    with mock.patch.object(AddressExchange, "copy", copied), pytest.raises(KeyboardInterrupt):
+        takeover.apply()
+    assert all(bool((each == 2.0).all()) for each in tensors_of(running))
