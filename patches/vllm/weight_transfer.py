@@ -290,10 +290,9 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         """Check that no weights of the model are unmapped: a wake-up maps the former step's."""
         if self._gpu is None:
             return
-        for parameter in self.model.parameters():
-            mapping = self._gpu.gpu.mapping_at(param_data(parameter).data_ptr())
-            if mapping is not None and mapping.asleep:
-                raise UnsupportedError("the engine sleeps; call wake_up before update_weights")
+        places = [param_data(each).data_ptr() for each in self.model.parameters()]
+        if any(each is not None and each.asleep for each in self._gpu.gpu.mappings_at(places)):
+            raise UnsupportedError("the engine sleeps; call wake_up before update_weights")
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
