@@ -5,9 +5,12 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,9 +18,11 @@ from processes.process_state import fork, forked
 from tensor_dedup import Publisher
 from tensor_dedup.publishing.errors import RunInUseError
 from tensor_dedup.publishing.lock import PublishingLock
+from tensor_dedup.remote import Remote
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import StoreIOError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.training.tiers.two_tiers import TwoTiers
 from training_runs.published import model_at
 
 MODEL = model_at(0)
@@ -80,6 +85,50 @@ def test_close_lets_another_process_publish(tmp_path: Path) -> None:
         assert forked(lambda: _others_error(str(tmp_path)))["pid"] == os.getpid()
         policy.close()
         assert forked(lambda: _others_error(str(tmp_path))) == {}
+
+
+def test_close_waits_for_a_publish_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Publisher(tmp_path, run="policy")
+    save, reached, go_on = policy.run.save, threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        reached.set()
+        assert go_on.wait(60)
+        return save(*args, **options)
+
+    monkeypatch.setattr(policy.run, "save", slowly)
+    threads = [threading.Thread(target=policy.publish, args=(MODEL, 0))]
+    threads += [threading.Thread(target=policy.close)]
+    threads[0].start()
+    assert reached.wait(60)
+    threads[1].start()
+    assert forked(lambda: _others_error(str(tmp_path)))["pid"] == os.getpid()
+    go_on.set()
+    for each in threads:
+        each.join()
+    assert forked(lambda: _others_error(str(tmp_path))) == {}
+
+
+def test_the_next_trainer_sends_what_a_killed_one_has_saved(tmp_path: Path) -> None:
+    """Also where it was opened before that."""
+    url = (tmp_path / "policy").as_uri()
+    standby = Publisher(url, work=tmp_path / "work")
+    child = fork()
+    if child == 0:
+        policy = Publisher(url, work=tmp_path / "work")
+        policy.publish(MODEL, 0)
+        with mock.patch.object(TwoTiers, "copy", side_effect=lambda *_: threading.Event().wait()):
+            policy.publish_async(model_at(1), 1)
+            while "policy@1" not in policy.run.store.names():
+                time.sleep(0.01)
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert Remote.open(url).steps("policy") == ["policy@0"]
+    standby.publish(model_at(2), 2)
+    standby.close()
+    assert Remote.open(url).steps("policy") == ["policy@0", "policy@1", "policy@2"]
 
 
 def test_publishers_of_one_process_share_the_lock(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.store import LocalStore
 
 _FILE_BYTES: Final = 1 << 12
+# The lock is asked for in this time: another thread of this process may be about to give it back.
+_WITHIN_S: Final = 1.0
 _TITLE: Final = "tensor-dedup publisher"
 
 
@@ -37,7 +39,8 @@ class PublishingLock:
 
     def __init__(self, files: Files, handle: Handle) -> None:
         self._pid = os.getpid()
-        weakref.finalize(self, files.close, handle)
+        # Not at exit, when something may still publish: it ends with the process.
+        weakref.finalize(self, files.close, handle).atexit = False
 
     @property
     def is_held(self) -> bool:
@@ -46,7 +49,7 @@ class PublishingLock:
 
     @classmethod
     def of(cls, store: LocalStore, run: str) -> "PublishingLock":
-        """Return the lock on `run` in `store`, which this process then has. It is not waited for.
+        """Return the lock on `run` in `store`, which this process then has.
 
         Raises:
             RunInUseError: Another process has it.
@@ -61,7 +64,7 @@ class PublishingLock:
             files.mkdir(path.parent)
             handle = files.open(path, "lock")
             try:
-                if not files.flock(handle, exclusive=True, wait_s=0):
+                if not files.flock(handle, exclusive=True, wait_s=_WITHIN_S):
                     raise _in_use(store, run, folder.read(path, _FILE_BYTES))
                 _note(files, handle)
                 lock = cls._all[_key(files.status_of(handle))] = cls(files, handle)

@@ -248,16 +248,17 @@ class Publisher:
         Raises:
             StoreError: A step could not be published; the exception is the error of its publish.
         """
-        try:
-            self._settle()
-            self._report()
-        finally:
+        with self._turn:
             try:
-                if self._slime is not None:
-                    self._slime.close()
-                self.run.close()
+                self._settle()
+                self._report()
             finally:
-                self._lock = None
+                try:
+                    if self._slime is not None:
+                        self._slime.close()
+                    self.run.close()
+                finally:
+                    self._lock = None
 
     def publish(
         self,
@@ -337,6 +338,8 @@ class Publisher:
         self._report()
         if self._lock is None or not self._lock.is_held:
             self._lock = PublishingLock.of(self.run.store, self.run.run_id)
+            # The process that had it may have been killed with steps that it had not sent.
+            self.run.drain(wait=False)
         if self._slime is not None:
             self._settle()  # it reads steps that the run might delete meanwhile
 

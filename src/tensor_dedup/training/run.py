@@ -581,13 +581,14 @@ class CheckpointStore:
         Without a second tier, do nothing. Every save starts the copy of the saved step. Call this
         method to drain steps that other processes, such as ranks, have committed, or to wait for
         the copies. With `wait`, the method returns when all steps are drained, or only `step` if
-        that is given, or raises DrainError after `timeout` seconds.
+        that is given, or raises DrainError after `timeout` seconds. If `step` is given and is being
+        copied already, steps of other processes are not looked for.
 
         Raises:
             DrainError: A step could not be copied, or was not copied in time. The step stays on the
                 fast tier, and the copy is tried again.
-            RunTakenError: Another `root` is the writer of the run on the second tier. Each call
-                looks whether it still is, and so does each copy.
+            RunTakenError: Another `root` is the writer of the run on the second tier. Each copy
+                looks whether it still is, and so does each call that starts one.
         """
         if self._drain is None:
             return
