@@ -250,3 +250,32 @@ def test_an_engine_or_a_manager_that_is_killed(tmp_path: Path) -> None:
     found = fresh.call_forked(kill_engines_and_managers, str(tmp_path))
     assert len(found) == 6
     assert all(found.values()), found
+
+
+def kill_a_rank(root: str) -> list[bool]:
+    """Of an engine of two ranks, one is killed when the other has the weights of the next step.
+
+    Did tokens come before, is the engine gone, and did none come afterwards?
+    """
+    folder = Path(root)
+    publish(folder / "store", folder)
+    config: dict[str, Any] = {"store": str(folder / "store"), "cpu_weights": "plain"}
+
+    async def follow() -> list[bool]:
+        one = following.engine(f"store://{_RUN}@0", config, tensor_parallel_size=2)
+        async with one as engine:
+            await engine.llm.collective_rpc("die_in_the_change", args=(1,))
+            [failed] = await asyncio.gather(engine.update(1), return_exceptions=True)
+            assert isinstance(failed, BaseException)
+            came = engine.came
+            return [came > 0, await _ends(engine), engine.came == came]
+
+    return asyncio.run(follow())
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_in_the_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    assert fresh.call_forked(kill_a_rank, str(tmp_path)) == [True] * 3

@@ -25,6 +25,8 @@ from processes import forked, interpreters, process_state
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PATIENCE_S = 600.0
+
 
 def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(*args, **kwargs)` in a child; its result is pickled, its failure fails the caller.
@@ -38,7 +40,7 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with log.open("wb") as out:
             command = interpreters.command(__name__, main.__name__, str(order), str(answer))
             done = subprocess.run(
-                command, env=environ, stdout=out, stderr=out, timeout=600, check=False
+                command, env=environ, stdout=out, stderr=out, timeout=_PATIENCE_S, check=False
             )
         return done.returncode
 
@@ -48,10 +50,19 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 def call_forked(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """As `call`, in a child that finds vLLM and Diffusers imported."""
 
+    return _in_fork(_PATIENCE_S, function, args, kwargs)
+
+
+def call_patiently(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `call_forked`, for what takes up to half an hour."""
+    return _in_fork(3 * _PATIENCE_S, function, args, kwargs)
+
+
+def _in_fork(patience_s: float, function: Callable[..., T], args: Any, kwargs: Any) -> T:
     def run(order: Path, answer: Path, log: Path, environ: dict[str, str]) -> int | None:
         process = forked.start(_obey, order, answer, environ=environ, log=log)
         try:
-            process.join(600)
+            process.join(patience_s)
             return process.exitcode  # None: it has not ended in time
         finally:
             with suppress(ProcessLookupError):

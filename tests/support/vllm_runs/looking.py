@@ -8,11 +8,14 @@ them: of what is nothing but packed there is no byte left afterwards.
 """
 
 import functools
+import os
+import signal
 from typing import Any
 
 from torch import nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from tensor_dedup.loader.takeover import Takeover
 from vllm_runs import engines
 
 _assembled: dict[str, str] = {}
@@ -42,6 +45,15 @@ class Looking:
             "digests": {name: kept.get(name, _assembled.get(name)) for name in named},
             "addresses": {name: named[name].data_ptr() for name in kept},
         }
+
+    def die_in_the_change(self, rank: int) -> None:
+        """Let the worker of this rank be killed when it is to exchange its weights."""
+
+        def rebind(_: Takeover) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == getattr(self, "rank", None):
+            Takeover._rebind = rebind  # type: ignore[method-assign]
 
 
 DefaultModelLoader.load_weights = _noting(DefaultModelLoader.load_weights)  # type: ignore[method-assign]
