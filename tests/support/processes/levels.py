@@ -8,10 +8,7 @@ import psutil
 
 
 class Level(NamedTuple):
-    """Open files, threads and bytes of anonymous memory of processes, and files in shared memory.
-
-    Files are those of the host, among them what other processes make.
-    """
+    """Open files, threads, bytes of anonymous memory, and mappings of shared memory."""
 
     files: int
     threads: int
@@ -25,14 +22,16 @@ class Level(NamedTuple):
 
 def level(pids: Sequence[int]) -> Level:
     """The level of these processes together."""
-    files = threads = anonymous = 0
+    files = threads = anonymous = shared = 0
     for pid in pids:
         process = psutil.Process(pid)
         files += process.num_fds()
         threads += process.num_threads()
         status = Path(f"/proc/{pid}/status").read_text()
         anonymous += int(status.partition("RssAnon:")[2].split()[0]) << 10
-    return Level(files, threads, anonymous, len([*Path("/dev/shm").iterdir()]))
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        shared += maps.count("/memfd:") + maps.count("/dev/shm/")
+    return Level(files, threads, anonymous, shared)
 
 
 def family(pid: int) -> list[int]:

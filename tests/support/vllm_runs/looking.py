@@ -11,6 +11,7 @@ import functools
 import os
 import signal
 from typing import Any
+from unittest import mock
 
 from torch import nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -53,7 +54,7 @@ class Looking:
             os.kill(os.getpid(), signal.SIGKILL)
 
         if rank == getattr(self, "rank", None):
-            Takeover._rebind = rebind  # type: ignore[method-assign]
+            mock.patch.object(Takeover, "_rebind", rebind).start()
 
 
 DefaultModelLoader.load_weights = _noting(DefaultModelLoader.load_weights)  # type: ignore[method-assign]
