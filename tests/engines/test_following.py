@@ -19,7 +19,7 @@ import transformers
 from manager_runs import managers
 from models import tiny_checkpoints as checkpoints
 from processes import fresh
-from processes.levels import Level, family, level
+from processes.levels import Level, family, growth, levels
 from tensor_dedup import Publisher, Store
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.publishing import subscriber
@@ -67,10 +67,9 @@ def plainly(root: Path, url: str, steps: Iterator[int]) -> Iterator[Seen]:
             plain.let_go(llm)
 
 
-def _grown(levels: list[Level]) -> tuple[int, ...]:
-    """By how much the levels after each step have grown, but for the first steps."""
-    assert all(each.anonymous > _VARIES for each in levels)
-    return tuple(levels[-1].grown(levels[min(_WARM, len(levels) // 2)]))
+def _grown(seen: list[dict[int, Level]]) -> tuple[int, ...]:
+    """What a process holds more after the last step than after the first ones, at most."""
+    return tuple(growth(seen[min(_WARM, len(seen) // 2)], seen[-1]))
 
 
 def _is_level(grown: tuple[int, ...]) -> bool:
@@ -104,12 +103,12 @@ def follow_in_one_process(root: str, steps: int) -> tuple[list[bool], tuple[int,
         digests = {name: engines.fingerprint(each) for name, each in named}
         return tuple(plain.outputs(llm, prompts=each)[0] for each in prompts), [digests]
 
-    llm, found, levels = engine(0, "host"), list[bool](), list[Level]()
+    llm, found, held = engine(0, "host"), list[bool](), list[dict[int, Level]]()
     for step in range(1, steps):
         llm.update_weights({"step": step})
         found.append(seen(llm) == expected[step])
         time.sleep(_SETTLES_S)
-        levels.append(level([os.getpid()]))
+        held.append(levels([os.getpid()]))
     plain.let_go(llm)
     joins = min(40, steps - 2)
     late = subscriber.fetch(Store.open(folder / "late"), url, _RUN, joins)
@@ -123,7 +122,7 @@ def follow_in_one_process(root: str, steps: int) -> tuple[list[bool], tuple[int,
     llm.update_weights({"step": joins + 1})
     found.append(seen(llm) == expected[joins + 1])
     plain.let_go(llm)
-    return found, _grown(levels)
+    return found, _grown(held)
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(50, marks=_LONG)])
@@ -146,7 +145,7 @@ def follow_together(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
     url = publish(folder, steps)
     expected = [*plainly(folder, url, iter(range(steps)))]
     assert len({repr(each) for each in expected}) == steps
-    found, levels = [], list[Level]()
+    found, held = [], list[dict[int, Level]]()
 
     async def follow(socket: Path) -> None:
         config = {"store": str(folder / "host"), "remote": url, "cpu_weights": "plain"}
@@ -162,11 +161,11 @@ def follow_together(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
                 seen = [await _seen(each) for each in both]
                 managers.until(lambda: _resident(socket) == once)
                 found.append([all(came), seen == [expected[step]] * 2])
-                levels.append(level(family(os.getpid())))
+                held.append(levels(family(os.getpid())))
 
     with fleet.manager(folder) as manager:
         asyncio.run(follow(manager.socket))
-    return found, _grown(levels)
+    return found, _grown(held)
 
 
 def _resident(socket: Path) -> tuple[int, int]:
@@ -194,7 +193,7 @@ def follow_in_ranks(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
     config = {"store": str(folder / "host"), "remote": url, "cpu_weights": "plain"}
     ranks: dict[str, Any] = {"tensor_parallel_size": 2}
     alone: dict[str, Any] = {**ranks, "weight_transfer_config": None}
-    found, expected, levels = [], list[Seen](), list[Level]()
+    found, expected, held = [], list[Seen](), list[dict[int, Level]]()
 
     async def foresee() -> None:
         store = Store.open(folder / "oracle")
@@ -213,7 +212,7 @@ def follow_in_ranks(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
                 seen = await _seen(engine)
                 assert len(seen[1]) == 2
                 found.append([came > 0, seen == expected[step]])
-                levels.append(level(family(os.getpid())))
+                held.append(levels(family(os.getpid())))
 
     async def load() -> None:
         last = f"store://{_RUN}@{steps - 1}"
@@ -223,7 +222,7 @@ def follow_in_ranks(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
     for each in (foresee, follow, load):
         asyncio.run(each())
     assert len({repr(each) for each in expected}) == steps
-    return found, _grown(levels)
+    return found, _grown(held)
 
 
 @pytest.mark.long

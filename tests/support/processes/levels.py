@@ -15,23 +15,26 @@ class Level(NamedTuple):
     anonymous: int
     shared: int
 
-    def grown(self, before: "Level") -> "Level":
-        """How much more there is than before."""
-        return Level(*(now - then for now, then in zip(self, before, strict=True)))
 
-
-def level(pids: Sequence[int]) -> Level:
-    """The level of these processes together."""
-    files = threads = anonymous = shared = 0
+def levels(pids: Sequence[int]) -> dict[int, Level]:
+    """The level of each of these processes, but of those that have ended."""
+    found = {}
     for pid in pids:
-        process = psutil.Process(pid)
-        files += process.num_fds()
-        threads += process.num_threads()
         status = Path(f"/proc/{pid}/status").read_text()
-        anonymous += int(status.partition("RssAnon:")[2].split()[0]) << 10
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        shared += maps.count("/memfd:") + maps.count("/dev/shm/")
-    return Level(files, threads, anonymous, shared)
+        if "RssAnon:" in status:
+            process = psutil.Process(pid)
+            anonymous = int(status.partition("RssAnon:")[2].split()[0]) << 10
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            shared = maps.count("/memfd:") + maps.count("/dev/shm/")
+            found[pid] = Level(process.num_fds(), process.num_threads(), anonymous, shared)
+    return found
+
+
+def growth(before: dict[int, Level], after: dict[int, Level]) -> Level:
+    """By how much that process has grown which has grown most, in each respect."""
+    both = before.keys() & after.keys()
+    grown = [[now - then for now, then in zip(after[p], before[p], strict=True)] for p in both]
+    return Level(*map(max, zip(*grown, strict=True)))
 
 
 def family(pid: int) -> list[int]:
