@@ -31,7 +31,7 @@ _RUN = "policy"
 _LONG = (pytest.mark.long, pytest.mark.timeout(2000))
 _SETTLES_S = 0.2  # what goes on after an update has ended then
 _WARM = 10  # steps, after which nothing grows
-_VARIES = 16 << 20  # bytes
+_VARIES = 24 << 20  # bytes, less than a step has times the steps after that
 Seen = tuple[tuple[plain.Answer, ...], list[dict[str, str]]]
 
 
