@@ -26,7 +26,12 @@ from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.publishing import follower as follower_module
 from tensor_dedup.publishing.engine_server import EngineServer
-from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, EngineUrlError
+from tensor_dedup.publishing.errors import (
+    EngineError,
+    EngineUnreachableError,
+    EngineUrlError,
+    OtherWeightsError,
+)
 from tensor_dedup.publishing.follower import (
     Event,
     FetchedEvent,
@@ -37,10 +42,11 @@ from tensor_dedup.publishing.follower import (
 )
 from tensor_dedup.publishing.subscriber import NewStep, fetch
 from tensor_dedup.remote import Remote
-from tensor_dedup.remote.errors import RemoteUrlError
+from tensor_dedup.remote.errors import RemoteUnreachableError, RemoteUrlError
 from tensor_dedup.training import CheckpointStore
 
 PATIENCE_S = 60.0
+CHECKPOINT_DIGEST = EngineServer.checkpoint_digest
 
 
 def publish(store: Store, url: str, *steps: int) -> None:
@@ -60,13 +66,15 @@ def wait_for(condition: Callable[[], bool]) -> None:
 class Engine:
     """A server with the endpoints of vLLM. It answers with `status`, and notes what it was asked.
 
-    It runs `step`, and tells a digest of it in its list of models if `says_so`.
+    It runs `step`, and tells a digest of it in its list of models if `says_so`. The status of that
+    is `models_status`; 0 is no answer.
     """
 
     def __init__(self, status: int = 200, port: int = 0) -> None:
         self.asked: list[tuple[str, Any]] = []
         self.status = status
         self.step, self.says_so, self.times_said = -1, False, 0
+        self.models_status = 200
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -87,7 +95,8 @@ class Engine:
                 if engine.says_so:
                     card["tensor_dedup"] = {"checkpoint_digest": f"digest of {engine.step}"}
                     engine.times_said += 1
-                self._answer(200, {"object": "list", "data": [card]})
+                if engine.models_status:
+                    self._answer(engine.models_status, {"object": "list", "data": [card]})
 
             def _answer(self, status: int, said: object) -> None:
                 answer = json.dumps(said).encode()
@@ -382,6 +391,34 @@ def loaded_steps(told: list[Event]) -> list[int]:
     return [each.step for each in told if isinstance(each, LoadedEvent)]
 
 
+def troubles(told: list[Event]) -> list[type[Exception]]:
+    return [type(each.error) for each in told if isinstance(each, TroubleEvent)]
+
+
+@contextmanager
+def counted_rounds() -> Iterator[list[NewStep]]:
+    rounds = list[NewStep]()
+
+    def counted(*args: Any, **options: Any) -> NewStep:
+        rounds.append(fetch(*args, **options))
+        return rounds[-1]
+
+    with mock.patch.object(follower_module, "fetch", counted):
+        yield rounds
+
+
+def wait_for_loads(asked: Engine, told: list[Event], *steps: int) -> None:
+    """Wait until these steps were loaded, and the engine was asked what it runs since."""
+    wait_for(lambda: loaded_steps(told) == [*steps])
+    before = asked.times_said
+    wait_for(lambda: asked.times_said > before)
+
+
+def wait_for_rounds(rounds: list[NewStep], number: int) -> None:
+    before = len(rounds)
+    wait_for(lambda: len(rounds) > before + number)
+
+
 def test_an_engine_that_came_up_at_an_earlier_step_is_told_again(tmp_path: Path) -> None:
     told = list[Event]()
     with engine() as asked:
@@ -390,7 +427,7 @@ def test_an_engine_that_came_up_at_an_earlier_step_is_told_again(tmp_path: Path)
             wait_for(lambda: asked.steps() == [2] and asked.times_said > 4)
             assert asked.steps() == [2]  # it is where it is to be
             asked.step = 1  # as after a start
-            wait_for(lambda: asked.steps() == [2, 2])
+            wait_for_loads(asked, told, 2, 2)
             assert asked.step == 2
             asked.status, asked.step = 500, 1
             wait_for(lambda: len(asked.steps()) > 3)  # it refused, and is asked again
@@ -401,28 +438,95 @@ def test_an_engine_that_came_up_at_an_earlier_step_is_told_again(tmp_path: Path)
             wait_for(lambda: loaded_steps(told) == [2, 2, 2, 3])
 
 
+def test_an_engine_that_is_ahead_is_not_set_back(tmp_path: Path) -> None:
+    """A trainer that lets the engine load what it published is first."""
+    told, asked_for, here = list[Event](), threading.Event(), threading.Event()
+    away, tried = threading.Event(), list[str]()
+
+    def fetched(*args: Any, **options: Any) -> NewStep:
+        if away.is_set():
+            tried.append("the remote")
+            raise RemoteUnreachableError.at("the remote", "it is away")
+        found = fetch(*args, **options)
+        if asked_for.is_set():  # the run was listed; the next step comes meanwhile
+            asked_for.clear()
+            assert found.step == 2
+            assert here.wait(PATIENCE_S)
+        return found
+
+    with engine() as asked, mock.patch.object(follower_module, "fetch", fetched):
+        asked.says_so = True
+        with followed(tmp_path, asked, told) as url:
+            wait_for(lambda: asked.times_said > 2)
+            asked_for.set()
+            wait_for(lambda: not asked_for.is_set())
+            publish(open_store(tmp_path / "full"), url, 3)
+            said = asked.times_said
+            EngineServer(asked.url).load(3)
+            here.set()
+            wait_for(lambda: loaded_steps(told) == [2, 3] and asked.times_said > said + 4)
+            assert asked.steps() == [2, 3, 3]
+            away.set()
+            wait_for(lambda: len(tried) > 1)
+            EngineServer(asked.url).load(4)
+            wait_for(lambda: len(tried) > 3)
+            assert asked.steps() == [2, 3, 3, 4]
+    assert set(troubles(told)) == {OtherWeightsError, RemoteUnreachableError}
+
+
+def test_who_updates_an_engine_that_another_one_updates_does_so_ever_more_rarely(
+    tmp_path: Path,
+) -> None:
+    told = list[Event]()
+    with engine() as asked:
+        asked.says_so = True
+        with followed(tmp_path, asked, told):
+            wait_for_loads(asked, told, 2)
+            began = time.monotonic()
+            for times in (2, 3, 4, 5):
+                asked.step = 1  # as another one says
+                wait_for_loads(asked, told, *[2] * times)
+            assert time.monotonic() - began > 0.05 + 0.1 + 0.2 + 0.4
+    assert troubles(told) == [OtherWeightsError]
+
+
 def test_an_engine_that_does_not_say_what_it_runs_is_told_once(tmp_path: Path) -> None:
-    told, said, rounds = list[Event](), list[str | None](), list[NewStep]()
-    right = EngineServer.checkpoint_digest
-
-    def heard(server: EngineServer) -> str | None:
-        said.append(right(server))
-        return said[-1]
-
-    def counted(*args: Any, **options: Any) -> NewStep:
-        rounds.append(fetch(*args, **options))
-        return rounds[-1]
-
+    told = list[Event]()
     with (
         engine() as asked,
-        mock.patch.object(EngineServer, "checkpoint_digest", heard),
-        mock.patch.object(follower_module, "fetch", counted),
+        mock.patch.object(
+            EngineServer, "checkpoint_digest", autospec=True, side_effect=CHECKPOINT_DIGEST
+        ) as said,
+        counted_rounds() as rounds,
         followed(tmp_path, asked, told),
     ):
-        wait_for(lambda: asked.steps() == [2] and bool(said))
-        asked.step, before = 1, len(rounds)
-        wait_for(lambda: len(rounds) > before + 5)
-        assert (said, asked.steps()) == ([None], [2])
+        wait_for(lambda: loaded_steps(told) == [2] and said.called)
+        wait_for_rounds(rounds, 3)
+        asked.step = 1
+        wait_for_rounds(rounds, 5)
+        assert (said.call_count, asked.steps()) == (1, [2])
+    assert troubles(told) == []
+
+
+@pytest.mark.parametrize("status", [0, 401, 503])
+def test_an_engine_that_could_not_be_asked_what_it_runs_is_asked_again(
+    tmp_path: Path, status: int
+) -> None:
+    told, refused = list[Event](), [EngineError] if status else []
+    with engine() as asked, counted_rounds() as rounds:
+        asked.says_so, asked.models_status = True, status
+        with followed(tmp_path, asked, told) as url:
+            wait_for(lambda: asked.times_said > 4)
+            assert troubles(told) == refused
+            assert loaded_steps(told) == asked.steps() == [2]
+            publish(open_store(tmp_path / "full"), url, 3)
+            wait_for_loads(asked, told, 2, 3)  # which is not delayed by that
+            asked.step, asked.models_status = 1, 200  # started anew meanwhile
+            wait_for(lambda: loaded_steps(told) == [2, 3, 3])
+            assert asked.step == 3
+            wait_for_rounds(rounds, 5)
+            assert asked.steps() == [2, 3, 3]
+    assert troubles(told) == [*refused, OtherWeightsError]
 
 
 def test_what_an_engine_says_that_is_no_version_is_none() -> None:
@@ -431,7 +535,43 @@ def test_what_an_engine_says_that_is_no_version_is_none() -> None:
         assert server.checkpoint_digest() is None
         asked.says_so, asked.step = True, 7
         assert server.checkpoint_digest() == "digest of 7"
-    assert server.checkpoint_digest() is None
+        for said in (b"[" * 900_000, b"no JSON", b'{"data": []}', b"null"):
+            with mock.patch.object(EngineServer, "_ask", return_value=(200, said)):
+                assert server.checkpoint_digest() is None
+            with (
+                mock.patch.object(EngineServer, "_ask", return_value=(500, said)),
+                pytest.raises(EngineError, match="it answered 500 for the step 1"),
+            ):
+                server.load(1)
+        asked.models_status = 401
+        with pytest.raises(EngineError, match="with --api-key, /v1/models is guarded"):
+            server.checkpoint_digest()
+        asked.models_status = 500
+        with pytest.raises(EngineError, match="it answered 500 when asked which weights"):
+            server.checkpoint_digest()
+    with pytest.raises(EngineUnreachableError):
+        server.checkpoint_digest()
+
+
+def test_an_engine_is_asked_on_when_events_cannot_be_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(list[Event]):
+        def append(self, event: Event) -> None:
+            super().append(event)
+            if isinstance(event, (LoadedEvent, TroubleEvent)):
+                raise OSError("the pipe is broken")
+
+    told = Broken()
+    with engine(500) as asked, followed(tmp_path, asked, told) as url:
+        wait_for(lambda: len(asked.steps()) > 1)
+        asked.status = 200
+        wait_for(lambda: loaded_steps(told) == [2])
+        publish(open_store(tmp_path / "full"), url, 3)
+        wait_for(lambda: loaded_steps(told) == [2, 3])
+        assert asked.steps()[-2:] == [2, 3]
+    assert troubles(told) == [EngineError]
+    assert "the pipe is broken" in caplog.text
 
 
 def test_an_engine_is_asked_again_after_any_error(tmp_path: Path) -> None:
@@ -445,9 +585,9 @@ def test_an_engine_is_asked_again_after_any_error(tmp_path: Path) -> None:
         failing.side_effect = lambda step: right(EngineServer(asked.url), step)
         wait_for(lambda: loaded_steps(told) == [2])
         assert asked.steps() == [2]
-    troubles = [each for each in told if isinstance(each, TroubleEvent)]
-    assert [type(each.error) for each in troubles] == [EngineError]
-    assert "UnicodeError('odd')" in str(troubles[0].error)
+    assert troubles(told) == [EngineError]
+    (said,) = (str(each.error) for each in told if isinstance(each, TroubleEvent))
+    assert "the load of 'policy@2' failed: UnicodeError('odd')" in said
 
 
 def test_engines_are_left_alone_when_the_follower_ends_with_an_error(tmp_path: Path) -> None:

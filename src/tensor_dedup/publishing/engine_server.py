@@ -23,6 +23,9 @@ _NO_SUCH_PATH: Final = (
     "there is no /update_weights; start the server with VLLM_SERVER_DEV_MODE=1 and "
     '--weight-transfer-config \'{"backend": "tensor_dedup"}\''
 )
+_GUARDED: Final = (
+    "with --api-key, /v1/models is guarded, so that a start at an earlier step goes unnoticed"
+)
 
 
 class EngineServer:
@@ -58,26 +61,32 @@ class EngineServer:
             EngineError: The engine has not loaded the step.
         """
         body = json.dumps({"update_info": {"step": step}})
-        try:
-            status, said = self._ask("POST", _UPDATE, body, _ANSWER_S)
-        except (OSError, http.client.HTTPException) as error:
-            what = f"no answer ({str(error) or type(error).__name__})"
-            raise EngineUnreachableError.at(self.url, what, engine=self.url, step=step) from error
+        status, said = self._ask("POST", _UPDATE, body, _ANSWER_S, step=step)
         if status != http.client.OK:
             what = _NO_SUCH_PATH if status == http.client.NOT_FOUND else _message(said)
             said_so = f"it answered {status} for the step {step}: {what}"
             raise EngineError.at(self.url, said_so, engine=self.url, step=step)
 
     def checkpoint_digest(self) -> str | None:
-        """Return the digest of the checkpoint that the engine runs, or None if it does not say."""
-        with suppress(OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
-            status, said = self._ask("GET", _MODELS, None, _SAYS_S)
-            if status == http.client.OK:
-                return str(json.loads(said)["data"][0]["tensor_dedup"]["checkpoint_digest"])
+        """Return the digest of the checkpoint that the engine runs, or None if it does not say.
+
+        Raises:
+            EngineUnreachableError: The server does not answer.
+            EngineError: The server answers with an error.
+        """
+        status, said = self._ask("GET", _MODELS, None, _SAYS_S)
+        if status != http.client.OK:
+            what = _GUARDED if status == http.client.UNAUTHORIZED else _message(said)
+            said_so = f"it answered {status} when asked which weights it has: {what}"
+            raise EngineError.at(self.url, said_so, engine=self.url)
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
+            return str(json.loads(said)["data"][0]["tensor_dedup"]["checkpoint_digest"])
         return None
 
-    def _ask(self, method: str, path: str, body: str | None, wait_s: float) -> tuple[int, bytes]:
-        """Return the status and the body of an answer, which comes within `wait_s` seconds."""
+    def _ask(
+        self, method: str, path: str, body: str | None, wait_s: float, **facts: object
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of an answer, no part of which takes over `wait_s`."""
         kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
         link = kind(self._host, self._port, timeout=_CONNECT_S)
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -87,6 +96,9 @@ class EngineServer:
             link.request(method, self._path + path, body, headers)
             answer = link.getresponse()
             return answer.status, answer.read(_MOST_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            what = f"no answer ({str(error) or type(error).__name__})"
+            raise EngineUnreachableError.at(self.url, what, engine=self.url, **facts) from error
         finally:
             link.close()
 
@@ -94,6 +106,6 @@ class EngineServer:
 def _message(said: bytes) -> str:
     """Return what an answer says of its error, as vLLM words it, or its beginning."""
     text = said.decode("utf-8", "replace")
-    with suppress(ValueError, KeyError, TypeError):
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
         text = str(json.loads(text)["error"]["message"])
     return " ".join(text.split())[:_MOST_SAID] or "nothing"

@@ -4,8 +4,9 @@ StoreError
   RunInUseError             another process publishes the run from the same store
   OtherVersionsError        the place has slime's versions of another run
   EngineUrlError            the URL cannot be that of an engine's server
-  EngineError               an engine did not load a step
+  EngineError               an engine did not load a step, or does not say which it runs
     EngineUnreachableError    its server does not answer
+    OtherWeightsError         it may run something else than it loaded last
 """
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
@@ -37,7 +38,7 @@ class EngineUrlError(AdvisedError):
 
 
 class EngineError(AdvisedError):
-    """An engine did not load a step, and runs the one before."""
+    """An engine did not load a step, and runs the one before, or does not say which it runs."""
 
     advice = "see the log of the engine"
 
@@ -47,3 +48,9 @@ class EngineUnreachableError(EngineError):
 
     exit_status = NOBODY_THERE
     advice = "check the URL, and whether the server runs"
+
+
+class OtherWeightsError(EngineError):
+    """An engine may run something else than it was asked to load last."""
+
+    advice = "unless it was started anew, let a single `follow` be all that updates it"

@@ -1,5 +1,6 @@
 """Follow a run: pull each new step when it appears, and let engines load it."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +9,14 @@ from typing import Final
 
 from tensor_dedup.errors import WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.publishing.engine_server import EngineServer
-from tensor_dedup.publishing.errors import EngineError
+from tensor_dedup.publishing.errors import EngineError, EngineUnreachableError, OtherWeightsError
 from tensor_dedup.publishing.subscriber import NewStep, fetch, let_go
 from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import SilentTransfer
 from tensor_dedup.store.store import LocalStore
 
+_log = logging.getLogger(__name__)
 _SCHEMA: Final = 1
 # The pause after a failure doubles up to this, in seconds.
 _LONGEST_PAUSE_S: Final = 60.0
@@ -223,8 +225,10 @@ class _Trouble:
 class _EngineThread(threading.Thread):
     """Lets one engine load the latest step, again and again until it has.
 
-    An engine that was started anew may be at an earlier step. So now and then it is asked what it
-    runs, and if that is not what it ran after the last load, the load is asked for again.
+    An engine that was started anew may be at an earlier step. So whenever a step was found to be
+    the latest, the engine is asked what it runs. If that is not what it ran after the last load,
+    and still is not after a pause, in which a later step would have been found, the load is asked
+    for again. The pause doubles, so that two who update one engine do not do so all the time.
     """
 
     def __init__(
@@ -232,20 +236,25 @@ class _EngineThread(threading.Thread):
     ) -> None:
         super().__init__(daemon=True, name=f"engine {server.url}")
         self._follower, self._server, self._stop_event = follower, server, stop
-        self._every_s = every_s
-        self._trouble = _Trouble(follower, server.url, every_s)
+        # Of loads, of what is run in place of the last one, and of asking what is run.
+        self._loading, self._other, self._asking = (
+            _Trouble(follower, server.url, every_s) for _ in range(3)
+        )
         self._changed = threading.Condition()
-        self._is_ended = False
+        self._is_ended = self._is_latest = False
         self._wanted: NewStep | None = None
         self._done: NewStep | None = None
-        self._digest: str | None = None  # what the engine ran after that, if it says so
+        # What the engine ran after that; None if it does not say, "" if it could not be asked.
+        self._digest: str | None = None
+        self._again_at: float | None = None
 
     def want(self, found: NewStep) -> None:
-        """Let the engine load the step `found` if it is another one than before."""
+        """Let the engine load `found`, which is the latest step now, if it runs another one."""
         with self._changed:
             if not found.is_same(self._wanted):
                 self._wanted = found
-                self._changed.notify_all()
+            self._is_latest = True
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Let the thread end; a load that is under way goes on."""
@@ -257,35 +266,59 @@ class _EngineThread(threading.Thread):
         """Ask until the follower stops."""
         while not self._is_over():
             with self._changed:
-                self._changed.wait_for(self._has_more, self._every_s)
+                self._is_latest = False  # what was found during a load may be long ago
+                self._changed.wait_for(self._has_more)
                 wanted = self._wanted
             if wanted is None or self._is_over():
                 continue
             try:
-                if wanted != self._done or self._is_elsewhere():
+                if wanted != self._done or self._is_elsewhere(wanted):
                     self._load(wanted)
-            except EngineError as error:
-                self._stop_event.wait(self._trouble.met(error))
-            except Exception as error:  # noqa: BLE001 (nobody would ask this engine again)
-                what = f"it was not asked for {wanted.name!r}: {error!r}"
-                odd = EngineError.at(self._server.url, what, engine=self._server.url)
-                self._stop_event.wait(self._trouble.met(odd))
+            except Exception:  # noqa: BLE001 (of `tell`; nobody else would ask this engine again)
+                _log.exception("an event of %s could not be told", self._server.url)
 
     def _load(self, wanted: NewStep) -> None:
-        loaded = load(self._server, wanted)
-        self._done, self._digest = wanted, None
-        self._trouble.over()
+        try:
+            loaded = load(self._server, wanted)
+        except Exception as error:  # noqa: BLE001 (whatever it was, the engine is asked again)
+            if not isinstance(error, EngineError):
+                what = f"the load of {wanted.name!r} failed: {error!r}"
+                error = EngineError.at(self._server.url, what, engine=self._server.url)
+            self._stop_event.wait(self._loading.met(error))
+            return
+        if wanted != self._done:
+            self._other.over()
+        self._done, self._digest, self._again_at = wanted, "", None
+        self._loading.over()
         self._follower.tell(loaded)
-        self._digest = self._server.checkpoint_digest()
+        self._digest = self._ask()
 
-    def _is_elsewhere(self) -> bool:
-        """Whether the engine runs something else than after the last load, and says so."""
-        if self._digest is None:
+    def _ask(self) -> str | None:
+        """Return what the engine runs; None if it does not say, "" if it could not be asked."""
+        try:
+            digest = self._server.checkpoint_digest()
+        except EngineUnreachableError:  # which is told if it still is when it is to load a step
+            return ""
+        except EngineError as error:
+            self._asking.met(error)  # and the next step is not to wait for that
+            return ""
+        self._asking.over()
+        return digest
+
+    def _is_elsewhere(self, wanted: NewStep) -> bool:
+        """Whether the engine runs something else than after the last load, for a pause already."""
+        if self._digest is None or not (digest := self._ask()):
             return False
-        return self._server.checkpoint_digest() not in (None, self._digest)
+        if digest == self._digest:
+            self._again_at = None
+        elif self._again_at is None:
+            what = f"it may run something else than {wanted.name!r}, and if so is asked again"
+            error = OtherWeightsError.at(self._server.url, what, engine=self._server.url)
+            self._again_at = time.monotonic() + self._other.met(error)
+        return self._again_at is not None and time.monotonic() >= self._again_at
 
     def _is_over(self) -> bool:
         return self._is_ended or self._stop_event.is_set()
 
     def _has_more(self) -> bool:
-        return self._is_over() or self._wanted not in (None, self._done)
+        return self._is_over() or self._is_latest or self._wanted not in (None, self._done)
