@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.exchange import AddressExchange
+from tensor_dedup.loader.cuda.exchange import AddressExchange, require_own_places
 from tensor_dedup.loader.residents.param_data import memory_state, param_data, set_param_data
 from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
 
@@ -284,6 +284,7 @@ class Takeover:
                 raise _differs(min([*odd, *gone]), "is set otherwise, and captured graphs use it")
         known = {id(tensor) for _, tensor in self._tensors}
         self._tensors += (pair for key, pair in same.tensors.items() if key not in known)
+        require_own_places(self._tensors)
 
     def apply(self, note: Callable[[], None] | None = None) -> None:
         """Give the running model the new weights. No thread may compute with it meanwhile.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import torch
 
-from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.residents.param_data import param_data
 
@@ -34,6 +34,45 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 class LostWeightsError(TensorDedupError):
     """The weights of a model are neither those from before nor the new ones; end the engine."""
+
+
+def require_own_places(pairs: Iterable[Pair]) -> None:
+    """Check that each first tensor of `pairs` can get the contents of the second where it is.
+
+    Tensors of equal bytes may lie at one address. This is right only while they stay equal: the
+    new ones must then lie together in the same way.
+
+    Raises:
+        UnsupportedError: Two first tensors overlap and the second ones do not overlap in the same
+            way, or a first tensor is expanded, to which torch copies nothing.
+    """
+    ranges = []
+    for own, new in ((param_data(own), param_data(new)) for own, new in pairs):
+        if own.layout is not torch.strided or not own.numel():
+            continue
+        start = own.data_ptr()
+        if any(not step and size > 1 for step, size in zip(own.stride(), own.shape, strict=True)):
+            raise UnsupportedError(
+                "the running model cannot take over these weights: a tensor is expanded to "
+                f"{tuple(own.shape)}, so nothing can be copied to it, and captured graphs use it; "
+                "start a new engine, or one with enforce_eager=True"
+            )
+        ranges.append((start, start + _extent(own), new.data_ptr() - start))
+    reach, distance = 0, 0
+    for start, end, moved in sorted(ranges):
+        if start < reach and moved != distance:
+            raise UnsupportedError(
+                "the running model cannot take over these weights: tensors that were equal, and "
+                "have one address in captured graphs, differ from each other now; start a new "
+                "engine, or one with enforce_eager=True"
+            )
+        reach, distance = max(reach, end), moved
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of bytes from the first to the last element of a tensor."""
+    lasts = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (sum(lasts) + 1) * tensor.itemsize
 
 
 class _Memory(NamedTuple):

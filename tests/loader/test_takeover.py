@@ -305,3 +305,31 @@ def test_what_is_interrupted_where_addresses_are_kept_is_done_all_the_same() -> 
     with mock.patch.object(AddressExchange, "copy", copied), pytest.raises(KeyboardInterrupt):
         takeover.apply()
     assert all(bool((each == 2.0).all()) for each in tensors_of(running))
+
+
+def joined(running: Any) -> Any:
+    """Let two unequal parts of a model lie at one address, as shared tensors of equal bytes do."""
+    running[0].derived.set_(running[1].derived)
+    return running
+
+
+def test_where_addresses_are_kept_equal_tensors_must_stay_equal() -> None:
+    running, fresh = joined(alike(1.0)), alike(2.0)
+    assert running[0].derived.data_ptr() == running[1].derived.data_ptr()
+    before = [each.clone() for each in tensors_of(running)]
+    for odd in (fresh, alike(1.0)):  # also if nobody says that they are equal
+        with pytest.raises(UnsupportedError, match=r"tensors that were equal.*enforce_eager=True"):
+            kept(running, odd)
+    assert all(map(torch.equal, tensors_of(running), before))
+    kept(running, joined(fresh)).apply()
+    assert all(bool((each == 2.0).all()) for each in tensors_of(running))
+
+
+def test_where_addresses_are_kept_an_expanded_tensor_is_refused() -> None:
+    running, fresh = (alike(each, wide=torch.tensor(each).expand(4)) for each in (1.0, 2.0))
+    before = [each.clone() for each in tensors_of(running)]
+    with pytest.raises(RuntimeError, match="memory location"):
+        running[0].wide.copy_(fresh[0].wide)
+    with pytest.raises(UnsupportedError, match=r"expanded to \(4,\).*enforce_eager=True"):
+        kept(running, fresh)
+    assert all(map(torch.equal, tensors_of(running), before))
