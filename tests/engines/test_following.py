@@ -155,6 +155,9 @@ def follow_together(root: str, steps: int) -> tuple[list[list[bool]], tuple[int,
                 await stack.enter_async_context(following.engine(f"store://{_RUN}@0", config))
                 for _ in range(2)
             ]
+            for each in both:
+                # Or a collection now and then lets everybody wait.
+                assert min(await each.llm.collective_rpc("frozen")) > 100_000
             once = _resident(socket)
             for step in range(1, steps):
                 came = await asyncio.gather(*(each.update(step) for each in both))

@@ -8,6 +8,7 @@ them: of what is nothing but packed there is no byte left afterwards.
 """
 
 import functools
+import gc
 import os
 import signal
 from typing import Any
@@ -46,6 +47,10 @@ class Looking:
             "digests": {name: kept.get(name, _assembled.get(name)) for name in named},
             "addresses": {name: named[name].data_ptr() for name in kept},
         }
+
+    def frozen(self) -> int:
+        """How many objects a garbage collection of this worker leaves out."""
+        return gc.get_freeze_count()
 
     def die_in_the_change(self, rank: int) -> None:
         """Let the worker of this rank be killed when it is to exchange its weights."""
