@@ -306,26 +306,31 @@ class Takeover:
         if self._keep_addresses is not None:
             exchange = AddressExchange(self._keep_addresses, self._tensors)
             exchange.prepare()
-            exchange.swap()
         arrived: BaseException | None = None
         for _ in range(_MOST_ARRIVE):
             try:
-                if exchange is None:
-                    self._rebind()
-                else:
-                    exchange.copy()
-                take_over_digests(self.running, self.fresh)
+                self._change(exchange)
                 if note is not None:
                     note()
                 break
-            except BaseException as error:  # noqa: BLE001  # raised below
-                arrived = error
+            except BaseException as error:
+                if exchange is not None and exchange.ended:
+                    raise
+                arrived = error  # raised below
         else:
             if exchange is not None and arrived is not None:
                 exchange.lose(arrived)
         self._let_go()
         if arrived is not None:
             raise arrived
+
+    def _change(self, exchange: AddressExchange | None) -> None:
+        """Change all weights. May be done again, in part or whole."""
+        if exchange is None:
+            self._rebind()
+        else:
+            exchange.change()
+        take_over_digests(self.running, self.fresh)
 
     def _let_go(self) -> None:
         """Let go of what is not needed of the new model, and of the one before."""

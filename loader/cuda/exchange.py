@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and another one of the same geometry whose contents it is to have."""
+# So many exceptions may arrive while weights are exchanged, which takes milliseconds.
+_MOST_ARRIVE: Final = 9
 
 
 class LostWeightsError(TensorDedupError):
@@ -99,8 +101,11 @@ class _Swap:
 class AddressExchange:
     """The exchange of one model's contents for those of another one. For one thread.
 
-    No thread may use either model from the beginning of `prepare` to the end of `copy`.
+    No thread may use either model from the beginning of `prepare` to the end of `change`.
+    `ended` says that the change has failed for good: all contents are those from before, or lost.
     """
+
+    ended = False
 
     def __init__(self, gpu: SharedGpu, pairs: Iterable[Pair]) -> None:
         """Describe the exchange of the contents of `pairs`, whose tensors lie on `gpu`."""
@@ -108,7 +113,9 @@ class AddressExchange:
         self._swaps: list[_Swap] = []
         self._copies: list[Pair] = []
         self._inside: dict[DeviceMapping, list[Pair]] = {}
+        self._swapped = False
         data = [(param_data(own), param_data(new)) for own, new in pairs]
+        self._own: Final = [own.data_ptr() for own, _ in data]
         moved = [pair for pair in data if pair[0].data_ptr() != pair[1].data_ptr()]
         behind = self._gpu.mappings_at([own.data_ptr() for own, _ in moved])
         for pair, mapping in zip(moved, behind, strict=True):
@@ -149,37 +156,49 @@ class AddressExchange:
         held = (each for each in mapping.owners() if isinstance(each, DeviceResident))
         return other if all(not each.nbytes or each.offset in places for each in held) else None
 
-    def swap(self) -> None:
-        """Map the new slabs. Waits for all work of the GPU. Call `prepare` before.
+    def change(self) -> None:
+        """Change all contents. Waits for all work of the GPU. Call `prepare` before.
 
-        After an error, also one that arrives in the middle, all contents are those from before.
+        If another exception arrives in the middle, as from a signal handler, call it again.
 
         Raises:
-            BackendError: The driver refused.
-            LostWeightsError: The driver refused that, too. What could be unmapped is unmapped, so
-                that nothing computes with weights of both models.
+            BackendError: The driver refused to map the new slabs, and all contents are those from
+                before (`ended`); or it refused to copy.
+            LostWeightsError: The driver refused to map the former slabs, too.
         """
-        with self._gpu.entered():
-            self._gpu.driver.synchronize()
-        done: list[_Swap] = []
+        if not self._swapped:
+            self.ended = False
+            self._swap()
+            self._swapped = True
+        self._copy()
+
+    def _swap(self) -> None:
         try:
+            with self._gpu.entered():
+                self._gpu.driver.synchronize()
             for each in self._swaps:
-                done.append(each)
                 _map(each.mapping, each.after)
-        except BaseException as error:
-            try:
-                for each in reversed(done):
-                    _map(each.mapping, each.before)
-            except BaseException as another:  # noqa: BLE001  # raised there
-                another.__context__ = error
-                self.lose(another)
+        except TensorDedupError as error:
+            self._swap_back(error)
+            self.ended = True
             raise
 
-    def copy(self) -> None:
-        """Copy all other new contents. Call `swap` before. May be done again, in part or whole.
+    def _swap_back(self, error: TensorDedupError) -> None:
+        for _ in range(_MOST_ARRIVE):
+            try:
+                for each in reversed(self._swaps):
+                    _map(each.mapping, each.before)
+            except TensorDedupError as another:
+                another.__context__ = error
+                self.lose(another)
+            except BaseException as arrived:  # noqa: BLE001  # it goes on
+                error.__context__ = arrived
+            else:
+                return
+        self.lose(error)
 
-        On one GPU, between tensors of one geometry, it fails only if the GPU does.
-        """
+    def _copy(self) -> None:
+        # On one GPU, between tensors of one geometry, it fails only if the GPU does.
         with torch.inference_mode():  # in which some tensors were made
             for own, new in self._copies:
                 own.copy_(new)
@@ -187,30 +206,37 @@ class AddressExchange:
             self._gpu.driver.synchronize()
 
     def lose(self, error: BaseException) -> NoReturn:
-        """Unmap what can be unmapped, so that nothing computes with weights of both models.
+        """Unmap all memory of the model, so that nothing computes with weights of both models.
 
         Raises:
             LostWeightsError: Always, from `error`.
         """
-        for each in self._swaps:
-            try:
-                each.mapping.sleep(waited=True)
-            except TensorDedupError as failed:
-                _log.warning("weights of two steps stay mapped: %s", str(failed))
+        self.ended = True
+        for mapping in {*self._gpu.mappings_at(self._own)} - {None}:
+            assert mapping is not None
+            for _ in range(_MOST_ARRIVE):
+                try:
+                    mapping.clear()
+                    break
+                except TensorDedupError as failed:
+                    _log.warning("weights of two steps stay mapped: %s", str(failed))
+                    break
+                except BaseException:  # noqa: BLE001  # the engine ends by what is raised below
+                    continue
         raise LostWeightsError(
             f"the weights of this engine are lost, and it must be started anew: {error}"
         ) from error
 
 
 def _map(mapping: DeviceMapping, memory: _Memory) -> None:
-    """Let a mapping map other slabs at its address; after an error, it may be asleep.
+    """Let a mapping map other slabs at its address, whatever an interrupted call has left there.
 
-    Nothing is done if it maps them already.
+    Nothing is done if it maps them already. After an error or interruption, it may be asleep.
     """
-    if not mapping.asleep:
-        if mapping.extents == memory.extents:
-            return
+    if mapping.asleep:
+        mapping.clear()
+    elif mapping.extents == memory.extents:
+        return
+    else:
         mapping.sleep(waited=True)
-    mapping.wake(memory.extents, memory.opener, memory.extents)
-    for owner in memory.owners:
-        mapping.hold(owner)
+    mapping.wake(memory.extents, memory.opener, *memory.owners)

@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener, VmmOpener, total
 from tensor_dedup.loader.cuda.transfers import Transfers
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan, SlabRange
@@ -49,6 +49,15 @@ class _PendingUnmap(NamedTuple):
     mapped: bool = True  # or only the addresses are kept
 
 
+class _State:
+    """What a mapping maps now, for its finalizer."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: _PendingUnmap) -> None:
+        self.now = now
+
+
 class DeviceMapping:
     """A read-only mapping of slabs side by side. It ends when this object is garbage-collected.
 
@@ -62,15 +71,20 @@ class DeviceMapping:
         self.gpu: Final = gpu
         self.address: Final = pending.address
         self.private = False
-        self._become(pending)
-
-    def _become(self, pending: _PendingUnmap) -> None:
-        self.extents = pending.extents
-        self.asleep = not pending.mapped
-        self._owners = pending.owners
-        self._opener = pending.opener
-        self._end = weakref.finalize(self, _retire, self.gpu.retired, os.getpid(), pending)
+        # One finalizer, and one assignment for a change: an exception may arrive at any moment.
+        self._state: Final = _State(pending)
+        self._end: Final = weakref.finalize(self, _retire, gpu.retired, os.getpid(), self._state)
         self._end.atexit = False
+
+    @property
+    def extents(self) -> tuple[MappedExtent, ...]:
+        """The slabs that are mapped, or were before the mapping fell asleep."""
+        return self._state.now.extents
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the slabs may be unmapped. If a call is interrupted, they may be mapped, too."""
+        return not self._state.now.mapped
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +97,7 @@ class DeviceMapping:
         Does nothing if the mapping is private.
         """
         if not self.private:
-            self._owners[id(owner)] = owner
+            self._state.now.owners[id(owner)] = owner
 
     @property
     def serials(self) -> tuple[int, ...]:
@@ -93,11 +107,11 @@ class DeviceMapping:
     @property
     def opener(self) -> Opener:
         """The opener that maps the slabs."""
-        return self._opener
+        return self._state.now.opener
 
     def owners(self) -> list[object]:
         """Return the objects kept alive until the slabs are unmapped, for example leases."""
-        return list(self._owners.values())
+        return list(self._state.now.owners.values())
 
     def sleep(self, *, waited: bool = False) -> None:
         """Unmap the slabs, but keep their address range reserved. Waits for all kernels.
@@ -121,18 +135,39 @@ class DeviceMapping:
         with self.gpu.entered():
             if not waited:
                 self.gpu.driver.synchronize()
-            self._opener.unmap(self.address, self.extents)
+            before = self._state.now
+            # Before it is unmapped, because something may arrive meanwhile.
+            self._state.now = before._replace(mapped=False)
+            try:
+                before.opener.unmap(self.address, self.extents)
+            except TensorDedupError:  # and it is mapped again
+                self._state.now = before
+                raise
             # Before the context is left, which may fail, too.
-            self._end.detach()
             _forget(self.address, self.extents)
-            self._become(_PendingUnmap(self.address, self.extents, self._opener, {}, mapped=False))
+            self._state.now = before._replace(mapped=False, owners={})
 
-    def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
+    def clear(self) -> None:
+        """Unmap all that is mapped, shared or private, as far as the driver does.
+
+        This is for what an interrupted `sleep` or `wake` may have left mapped, and for memory with
+        which nobody may compute any more. The mapping is asleep afterwards. May be done again.
+
+        Raises:
+            BackendError: The context cannot be entered.
+            UnsupportedError: The backend cannot keep the addresses.
+        """
+        self._state.now = self._state.now._replace(mapped=False)
+        with self.gpu.entered():
+            self.opener.clear(self.address, self.extents)
+        _forget(self.address, self.extents)
+
+    def wake(self, extents: Sequence[MappedExtent], opener: Opener, *owners: object) -> None:
         """Map the slabs `extents` read-only at the address range that `sleep` kept reserved.
 
         The slabs must have the same sizes and bytes as those that `sleep` unmapped.
-        `opener.remap` maps them, and `owner` is kept alive until they are unmapped. Does nothing if
-        the mapping is not asleep.
+        `opener.remap` maps them, and `owners` are kept alive until they are unmapped. Does nothing
+        if the mapping is not asleep.
 
         After an error, `asleep` is False if the slabs were mapped nevertheless.
 
@@ -147,9 +182,9 @@ class DeviceMapping:
             )
         with self.gpu.entered():
             self.gpu.with_room(lambda: opener.remap(self.address, extents))
-            self._end.detach()
             _enter(self.address, extents)
-            self._become(_PendingUnmap(self.address, tuple(extents), opener, {id(owner): owner}))
+            held = {id(owner): owner for owner in owners}
+            self._state.now = _PendingUnmap(self.address, tuple(extents), opener, held)
 
     def make_private(self) -> None:
         """Replace the slabs by a private, writable copy of their bytes at the same address.
@@ -165,15 +200,15 @@ class DeviceMapping:
         if self.asleep:
             raise BackendError(f"{self.nbytes} bytes of it sleep; wake the model up first")
         place = self.address, self.extents
-        self.gpu.with_room(partial(self._opener.make_private, *place))
+        self.gpu.with_room(partial(self.opener.make_private, *place))
         self.private = True
         _forget(self.address, self.extents)
-        self._end.detach()
-        self._become(_PendingUnmap(self.address, self.extents, self._opener, {}))
+        self._state.now = self._state.now._replace(owners={})
 
 
-def _retire(retired: "deque[_PendingUnmap]", pid: int, pending: _PendingUnmap) -> None:
+def _retire(retired: "deque[_PendingUnmap]", pid: int, state: _State) -> None:
     if os.getpid() == pid:  # a forked child has the object and not the mapping
+        pending = state.now
         _forget(pending.address, pending.extents)
         retired.append(pending)
 

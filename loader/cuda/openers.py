@@ -6,13 +6,14 @@ privately.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.memory_manager.backends.ipc import read_ticket
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver, GpuInfo, Undo, current
-from tensor_dedup.memory_manager.errors import NotSealedError
+from tensor_dedup.memory_manager.errors import BackendError, NotSealedError
 
 
 class MappedExtent(NamedTuple):
@@ -62,6 +63,15 @@ class Opener(Protocol):
         """Unmap slabs that `open` mapped read-only, but keep the address range reserved.
 
         No kernel may use the range. `remap` maps slabs there again, and `free` releases the range.
+
+        Raises:
+            UnsupportedError: The backend cannot keep the addresses.
+        """
+
+    def clear(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Unmap what is mapped of slabs of these sizes, and keep the address range reserved.
+
+        Also what cannot be unmapped is no error. No kernel may use the range.
 
         Raises:
             UnsupportedError: The backend cannot keep the addresses.
@@ -140,6 +150,12 @@ class VmmOpener:
                     self._driver.unmap(at, nbytes)
                     back.add(partial(self._driver.map, at, nbytes, handle))
                 back.keep()
+
+    def clear(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Unmap those of the extents that are mapped, and keep their address range reserved."""
+        for at, nbytes in _places(address, extents):
+            with suppress(BackendError):  # it is not mapped
+                self._driver.unmap(at, nbytes)
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Map extents read-only at an address range that `unmap` kept."""
@@ -255,6 +271,14 @@ class IpcOpener:
         raise UnsupportedError(
             "memory of the backend `ipc` cannot come back to its address; use the backend `vmm`"
         )
+
+    def clear(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Raise UnsupportedError, because CUDA IPC keeps no address range.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        self.unmap(address, extents)
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
         """Raise UnsupportedError, because CUDA IPC cannot map memory at its old address again.

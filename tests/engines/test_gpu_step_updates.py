@@ -438,7 +438,7 @@ def test_whatever_the_driver_refuses_where_addresses_stay_the_engine_is_at_one_s
 
 def with_maps_refused(driver: gpus.Full, numbers: Callable[[int], bool]) -> Any:
     """Let the calls of these numbers that map memory during an exchange fail."""
-    swap, map_ = AddressExchange.swap, driver.map
+    swap, map_ = AddressExchange._swap, driver.map
     count = itertools.count()
 
     def mapped(*given: int) -> None:
@@ -450,7 +450,7 @@ def with_maps_refused(driver: gpus.Full, numbers: Callable[[int], bool]) -> Any:
         with mock.patch.object(driver, "map", mapped):
             swap(self)
 
-    return mock.patch.object(AddressExchange, "swap", swapped)
+    return mock.patch.object(AddressExchange, "_swap", swapped)
 
 
 @pytest.mark.usefixtures("graphs")

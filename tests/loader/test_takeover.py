@@ -292,7 +292,7 @@ def test_where_addresses_are_kept_what_else_differs_is_refused(odd: dict[str, An
 
 def test_what_is_interrupted_where_addresses_are_kept_is_done_all_the_same() -> None:
     running = alike(1.0)
-    copy, interrupted = AddressExchange.copy, iter([True])
+    copy, interrupted = AddressExchange._copy, iter([True])
 
     def copied(self: AddressExchange) -> None:
         for own, new in self._copies[:2]:
@@ -302,7 +302,7 @@ def test_what_is_interrupted_where_addresses_are_kept_is_done_all_the_same() -> 
         copy(self)
 
     takeover = kept(running, alike(2.0))
-    with mock.patch.object(AddressExchange, "copy", copied), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(AddressExchange, "_copy", copied), pytest.raises(KeyboardInterrupt):
         takeover.apply()
     assert all(bool((each == 2.0).all()) for each in tensors_of(running))
 
