@@ -278,6 +278,9 @@ class Takeover:
             if own.stride() != tensor.stride():
                 raise _differs("a tensor", f"has strides {own.stride()} and {tensor.stride()}")
         same = _SameValues(parts)
+        for own, tensor in self._tensors:
+            if not same(vars(own), vars(tensor)):
+                raise _differs("a tensor", "has other attributes, and captured graphs may use them")
         for mine, theirs, new, gone in self._attributes:
             odd = [key for key in new if key not in mine or not same(mine[key], theirs[key])]
             if odd or gone:
@@ -398,11 +401,16 @@ class _SameValues:
     def _are_alike(self, mine: torch.Tensor, theirs: torch.Tensor) -> bool:
         if _geometry(mine) != _geometry(theirs) or mine.stride() != theirs.stride():
             return False
+        if not self(vars(mine), vars(theirs)):
+            return False
         return self.tensors.setdefault(id(theirs), (mine, theirs))[0] is mine
 
 
 def _held(value: Any) -> dict[Any, Any] | None:
     """Return what a value consists of or refers to, or None if that cannot be seen."""
+    found = getattr(value, "__dict__", None)
+    if _has_slots(value) or (found and isinstance(value, (dict, list, tuple, partial))):
+        return None
     if isinstance(value, dict):
         return value
     if isinstance(value, (list, tuple)):
@@ -412,13 +420,19 @@ def _held(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, FunctionType):
         cells = (each.cell_contents for each in value.__closure__ or ())
         defaults = {"defaults": value.__defaults__, "keywords": value.__kwdefaults__}
-        return {"code": value.__code__, **defaults, **dict(enumerate(cells))}
+        seen = {"code": value.__code__, "globals": id(value.__globals__), "set": vars(value)}
+        return {**seen, **defaults, **dict(enumerate(cells))}
     if isinstance(value, partial):
         return {"function": value.func, "values": value.args, "keywords": value.keywords}
     if isinstance(value, nn.Module):
         return None  # of the new model's modules, each has its place
-    found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None
+
+
+def _has_slots(value: object) -> bool:
+    slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    names = {name for each in slots for name in ([each] if isinstance(each, str) else each)}
+    return bool(names - {"__dict__", "__weakref__"})
 
 
 @dataclass(frozen=True, slots=True)

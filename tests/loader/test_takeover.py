@@ -237,6 +237,67 @@ def alike(value: float, **odd: Any) -> Any:
     return model
 
 
+class Slots:
+    """What is set in `scale` is not in its dictionary."""
+
+    __slots__ = ("__dict__", "scale")
+
+
+class Table(dict[str, Any]):
+    pass
+
+
+def hidden(where: str, value: float) -> Any:
+    """A loaded model which has a tensor where few look for one."""
+    scale = torch.full((4,), value)
+    holder: Any
+    if where == "slots":
+        holder = Slots()
+        holder.scale = scale
+    elif where == "table":
+        holder = Table()
+        holder.scale = scale
+    elif where == "partial":
+        holder = partial(torch.mul)
+        holder.scale = scale
+    elif where == "globals":
+        names: dict[str, Any] = {"scale": scale}
+        exec("def scaled(): return scale", names)
+        holder = names["scaled"]
+    model = alike(value, **({} if where == "parameter" else {"holder": holder}))
+    if where == "parameter":
+        model[0].weight.scale = (iter(()), scale)
+    return model
+
+
+@pytest.mark.parametrize("where", ["slots", "table", "partial", "globals", "parameter"])
+def test_where_addresses_are_kept_what_cannot_be_seen_is_refused(where: str) -> None:
+    running = hidden(where, 1.0)
+    before = [each.clone() for each in tensors_of(running)]
+    with pytest.raises(UnsupportedError, match="captured graphs"):
+        kept(running, hidden(where, 2.0))
+    assert all(map(torch.equal, tensors_of(running), before))
+
+
+def test_where_addresses_are_kept_tensors_of_parameters_and_functions_change_too() -> None:
+    def model(value: float) -> Any:
+        def scaled() -> None:
+            pass
+
+        scaled.scale = torch.full((2,), value)  # type: ignore[attr-defined]
+        made = alike(value, scaled=scaled)
+        made[0].weight.scale = torch.full((4,), value)
+        return made
+
+    def found(made: Any) -> list[list[float]]:
+        return [made[0].scaled.scale.tolist(), made[0].weight.scale.tolist()]
+
+    running = model(1.0)
+    assert found(running) == [[1.0] * 2, [1.0] * 4]
+    kept(running, model(2.0)).apply()
+    assert found(running) == [[2.0] * 2, [2.0] * 4]
+
+
 def tensors_of(model: Any) -> list[torch.Tensor]:
     found = [*model.parameters(), *model.buffers()]
     for layer in model:
