@@ -49,7 +49,7 @@ HEAD: Final = (
     f"{'| --- ' * 12}|"
 )
 _NOTES: Final = """\
-- Shares of the bytes of the whole model, medians of all steps but the first, which is sent whole;
+- Shares of the bytes of the whole model, means of all steps but the first, which is sent whole;
   *since the first* is of the last step. *Fetches* and *sends* are all that goes through the sockets
   in both directions, headers included.
 - *Aim*: 0.75 % at 1 % of changed elements and 1.8 % at 3 %, and on the line through both.
@@ -110,8 +110,8 @@ def main(
             lines.append(_line(setup, costs))
             nbytes = training.nbytes
             figures[f"{setup.name}: bytes that a follower fetches"] = (
-                [_aim(_middle(costs, "changed")) * nbytes],
-                [_middle(costs, "fetched") * nbytes],
+                [_aim(_mean(costs, "changed")) * nbytes],
+                [_mean(costs, "fetched") * nbytes],
             )
             say(lines[-1])
     how = f"{steps} steps of a model of {millions} million parameters, after {warm_up}"
@@ -188,16 +188,16 @@ def _aim(changed: float) -> float:
     return 0.0075 + (changed - 0.01) * (0.018 - 0.0075) / 0.02
 
 
-def _middle(costs: list[Cost], name: str) -> float:
+def _mean(costs: list[Cost], name: str) -> float:
     values: list[float] = [getattr(each, name) for each in costs]
-    return statistics.median(values)
+    return statistics.fmean(values)
 
 
 def _line(setup: Setup, costs: list[Cost]) -> str:
-    def middle(name: str) -> float:
-        return _middle(costs, name)
+    def mean(name: str) -> float:
+        return _mean(costs, name)
 
-    aim, fetched = _aim(middle("changed")), middle("fetched")
+    aim, fetched = _aim(mean("changed")), mean("fetched")
     cells = (
         setup.name,
         f"{middle('changed'):.2%}",

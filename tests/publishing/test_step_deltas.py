@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from remote_runs.remotes import MemoryBucket
 from tensor_dedup import Publisher, Remote, Store
@@ -65,6 +66,28 @@ def test_who_follows_pulls_what_changed(bucket: MemoryBucket, store: Store) -> N
         assert each.moved_pieces > 0
         assert each.wire_bytes < 1.2 * last.wire_bytes < 0.02 * 2 * SIZE
         assert each.requests < 10
+
+
+def test_who_follows_never_pulls_a_new_anchor(tmp_path: Path) -> None:
+    """Of two tensors, one gets a new anchor at the step 12; a store has it as differences."""
+    bucket, store = MemoryBucket(), Store.open(tmp_path / "host")
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(200_000, generator=draw).to(torch.bfloat16) for name in ("slow", "fast")
+    }
+    sent, came = [], []
+    with Publisher(Remote(bucket), run="policy", work=tmp_path / "work") as policy:
+        for step in range(14):
+            sent.append(policy.publish(weights, step).sent_bytes)
+            if step >= 2:
+                came.append(store.pull(Remote(bucket), f"policy@{step}").wire_bytes)
+            for each, share in zip(weights.values(), (4, 8), strict=True):
+                few = torch.randint(each.numel(), (each.numel() * share // 100,), generator=draw)
+                each.view(torch.int16)[few] += 1
+    assert sent[12] > 2 * sent[11]
+    assert sent[12] > 2 * sent[13]
+    assert max(came[1:]) < 1.1 * min(came[1:])
+    assert store.verify(full=True).faults == []
 
 
 def test_who_missed_a_step_pulls_the_differences_from_the_anchor(

@@ -44,7 +44,7 @@ from tensor_dedup.store.writing.encoder import element_width
 from tensor_dedup.store.writing.transfer import Transfer
 
 _log = logging.getLogger(__name__)
-# They are written where they take at most this share of what the step is stored as.
+# They are written where they take at most this share of what is fetched without them.
 _WORTH_WRITING: Final = 0.8
 # All of it is in memory at once. What is larger has mostly changed.
 _MOST_BYTES: Final = 1 << 30
@@ -81,8 +81,9 @@ def step_delta(
     """Return what changed from the step with the manifest `old` to that with the manifest `new`.
 
     Call it in a session of the store, which has both steps. The result is None if it would be
-    hardly smaller than what `new` is stored as, for example because `old` is its anchor. What is
-    returned was decoded and compared. A tensor is left out if the store has lost it in either step.
+    hardly smaller than what has to be fetched without it, or if `old` is the anchor of all that
+    changed. What is returned was decoded and compared. A tensor is left out if the store has lost
+    it in either step.
 
     Raises:
         StoreError: The store has no intact copy of a tensor.
@@ -104,12 +105,18 @@ def step_delta(
             if lost.isdisjoint((piece.digest, before[name].digest))
         }
         stored = {each.digest: _stored(pieces, each) for each in changed.values()}
-        limit = int(min(_MOST_BYTES, _WORTH_WRITING * sum(r.stored for r in stored.values())))
+        anchors = [
+            before[name]
+            for name, piece in changed.items()
+            if stored[piece.digest].base == before[name].digest
+        ]
+        if len(anchors) == len(changed):
+            return None  # the step is stored as just these differences
+        # A store that followed may have a new anchor as differences itself, and must then fetch it.
+        fetched = [*stored.values(), *(_stored(pieces, each) for each in anchors)]
+        limit = min(_MOST_BYTES, _WORTH_WRITING * sum(each.stored for each in fetched))
         for name, piece in changed.items():
-            if stored[piece.digest].base != before[name].digest:
-                builder.add(pieces, piece, before[name])
-            else:  # it is stored as just this difference, which is fetched from there
-                limit -= stored[piece.digest].stored
+            builder.add(pieces, piece, before[name])
             if builder.nbytes > limit:
                 return None
     return builder.finish()

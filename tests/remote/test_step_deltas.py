@@ -1,4 +1,0 @@
-"""What changed since the step before, beside the steps on a remote: who follows pulls only that."""
-
-RUN = "org/run"
-STEPS = 6
