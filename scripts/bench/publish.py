@@ -200,13 +200,13 @@ def _line(setup: Setup, costs: list[Cost]) -> str:
     aim, fetched = _aim(mean("changed")), mean("fetched")
     cells = (
         setup.name,
-        f"{middle('changed'):.2%}",
+        f"{mean('changed'):.2%}",
         f"{costs[-1].since_first:.1%}",
         f"{fetched:.2%}",
         f"≤ {aim:.2%}",
         "met" if fetched <= aim else "missed",
-        *(f"{middle(name):.2%}" for name in ("sent", "stored", "trl", "slime")),
-        *(f"{middle(name):.2f}" for name in ("rate", "slime_rate")),
+        *(f"{mean(name):.2%}" for name in ("sent", "stored", "trl", "slime")),
+        *(f"{mean(name):.2f}" for name in ("rate", "slime_rate")),
     )
     return f"| {' | '.join(cells)} |".replace("%", " %")
 
