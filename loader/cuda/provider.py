@@ -46,7 +46,8 @@ class GpuProvider:
 
     A resident is an immutable tensor in memory that models share. Tensors that consist of source
     tensors side by side go from their files to the GPU (`build_unread`). All others are computed in
-    host memory first. For one thread.
+    host memory first. For one thread. With `apart`, tensors of equal bytes have addresses of their
+    own, because each may get other contents there.
     """
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
@@ -55,10 +56,12 @@ class GpuProvider:
     local: Final = False
     plain: Final = True
 
-    def __init__(self, gpu: SharedGpu, manager: DeviceManagerResidents) -> None:
+    def __init__(
+        self, gpu: SharedGpu, manager: DeviceManagerResidents, *, apart: bool = False
+    ) -> None:
         self._gpu: Final = gpu
         self._manager: Final = manager
-        self._views: Final = Views(gpu.kind)
+        self._views: Final = Views(gpu.kind, apart=apart)
         self._builds: Final = DeviceBuilds(gpu, manager)
 
     @property

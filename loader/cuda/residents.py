@@ -105,18 +105,24 @@ class DeviceResident:
         return 0
 
 
-_Place = tuple[tuple[int, ...], ResidentKey | None]
+_Place = tuple[tuple[int, ...], ResidentKey | None, int]
 
 
 class Views:
     """The mappings of residents for one model. Safe from any thread.
 
     A slab is unmapped after the last tensor in it is gone and no kernel can use the slab any more.
-    `kind` is the DLPack device type of the tensors.
+    `kind` is the DLPack device type of the tensors. With `apart`, no two tensors have one address:
+    a slab is mapped once more for each tensor of equal bytes, which costs addresses and no memory.
     """
 
-    def __init__(self, kind: int = CUDA) -> None:
+    def __init__(self, kind: int = CUDA, *, apart: bool = False) -> None:
         self._kind = kind
+        self._apart = apart
+        # Where tensors begin in a mapping.
+        self._taken: weakref.WeakKeyDictionary[DeviceMapping, set[int]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._mappings: weakref.WeakValueDictionary[_Place, DeviceMapping] = (
             weakref.WeakValueDictionary()
         )
@@ -145,17 +151,25 @@ class Views:
         slabs, first = resident.slabs, resident.slabs[0]
         # A tensor in several slabs has them for itself here: once private, a write to it must not
         # be one to a tensor of equal bytes and another geometry.
-        place = tuple(slab.serial for slab in slabs), resident.key if len(slabs) > 1 else None
+        serials = tuple(slab.serial for slab in slabs)
+        key = resident.key if len(slabs) > 1 else None
         with self._lock:
-            found = self._mappings.get(place)
-            # What became private may have been written: it is the resident no longer. What sleeps
-            # is nowhere. And other slabs may have been mapped at the address.
-            if found is None or found.private or found.asleep or found.serials != place[0]:
-                extents = [slab.extent for slab in slabs]
-                # The mapping holds the slabs, and so the descriptors, until it is unmapped.
-                found = first.gpu.map(extents, first.opener, tuple(slabs))
-                self._mappings[place] = found
-            return found
+            for number in itertools.count():
+                place = serials, key, number
+                found = self._mappings.get(place)
+                # What became private may have been written: it is the resident no longer. What
+                # sleeps is nowhere. And other slabs may have been mapped at the address.
+                if found is None or found.private or found.asleep or found.serials != serials:
+                    break
+                if not self._apart or resident.offset not in self._taken[found]:
+                    self._taken[found].add(resident.offset)
+                    return found
+            extents = [slab.extent for slab in slabs]
+            # The mapping holds the slabs, and so the descriptors, until it is unmapped.
+            made = first.gpu.map(extents, first.opener, tuple(slabs))
+            self._taken[made] = {resident.offset}
+            self._mappings[place] = made
+            return made
 
     def mappings(self) -> list[DeviceMapping]:
         """Return the model's mappings that are in use."""

@@ -47,6 +47,14 @@ def follows_steps(vllm_config: VllmConfig) -> bool:
     return getattr(transfer, "backend", None) == BACKEND
 
 
+def keeps_addresses(vllm_config: VllmConfig) -> bool:
+    """Return whether an engine changes to other steps and has captured graphs.
+
+    On a GPU, each of its tensors gets the contents of another step where it is.
+    """
+    return follows_steps(vllm_config) and not vllm_config.model_config.enforce_eager
+
+
 def is_written_later(vllm_config: VllmConfig) -> bool:
     """Return whether weights may be written in place after the load (`weight_transfer_config`).
 

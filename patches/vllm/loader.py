@@ -517,6 +517,7 @@ class TensorDedupLoader(ReadingLoader):
                 self._name(model_config),
                 DEVICES.at(device),
                 FrozenLayers(self.dedup, trust=trust_hints) if self._with_base else None,
+                apart=load_formats.keeps_addresses(vllm_config),
             ) as run,
             ThreadDtype(dtype) if beside else set_default_torch_dtype(dtype),
             self._finding_once(),

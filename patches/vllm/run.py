@@ -160,12 +160,15 @@ class LoadRun:
         name: str,
         gpu: SharedGpu | None = None,
         frozen: FrozenLayers | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         """Prepare a load; no file is opened yet.
 
         `opening` opens the checkpoint. `name` is used in reports and in the manager's tables. `gpu`
         is the GPU to load onto, or None for host memory. `frozen` are the layers that are taken
-        from a base; they are closed at the end of the load.
+        from a base; they are closed at the end of the load. With `apart`, tensors of equal bytes
+        have addresses of their own on the GPU.
         """
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
@@ -177,7 +180,7 @@ class LoadRun:
             provider = host_provider_for(config.memory_manager, name)
         else:
             manager = device_manager_residents(config.memory_manager, name, gpu.gpu)
-            provider = straight = GpuProvider(gpu, manager)
+            provider = straight = GpuProvider(gpu, manager, apart=apart)
         self.session = LoadSession(config, reader, scratch, evaluator, provider, straight)
         self.tracer = Tracer(evaluator.value, torch.device("cpu"))
         self.plan_seconds = 0.0

@@ -8,7 +8,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,6 +31,7 @@ from tensor_dedup.loader.cuda.openers import VmmOpener
 from tensor_dedup.loader.takeover import Takeover
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, refused
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError
+from tensor_dedup.patches.vllm import load_formats
 from tensor_dedup.patches.vllm.weight_transfer import StepTransferEngine
 from tensor_dedup.training import CheckpointStore
 from vllm_runs import engines, following, plain, shared
@@ -342,7 +343,16 @@ def test_an_engine_with_captured_graphs_needs_memory_that_can_be_mapped_again(
 @pytest.fixture
 def graphs() -> Iterator[None]:
     """Engines are taken to have captured graphs, which CPU engines do not."""
-    with mock.patch.object(StepTransferEngine, "_is_eager", return_value=False):
+    with with_graphs():
+        yield
+
+
+@contextmanager
+def with_graphs() -> Iterator[None]:
+    with (
+        mock.patch.object(StepTransferEngine, "_is_eager", return_value=False),
+        mock.patch.object(load_formats, "keeps_addresses", new=load_formats.follows_steps),
+    ):
         yield
 
 
@@ -536,6 +546,39 @@ def test_an_engine_that_keeps_addresses_sleeps_and_wakes(
     del llm
 
 
+@pytest.mark.usefixtures("graphs")
+def test_where_addresses_stay_equal_tensors_may_become_unequal(
+    tmp_path: Path, driver: gpus.Full
+) -> None:
+    """As the norms and biases of a model that is trained from scratch."""
+    pair = checkpoints.make("llama", tmp_path / "checkpoint")
+    first = checkpoints.tensors(pair.base)
+    for name in [name for name in first if "layers.1." in name]:
+        first[name] = first[name.replace("layers.1.", "layers.0.")].clone()
+    second = {name: each * (1.5 if "layers.1." in name else 1) for name, each in first.items()}
+    with CheckpointStore(tmp_path / "store", _RUN, config=pair.base) as run:
+        for number, tensors in enumerate((first, second)):
+            run.save(tensors, number)
+    store, found = tmp_path / "store", []
+    with on(driver):
+        for step in range(2):
+            once = plain.engine(f"store://{_RUN}@{step}", tensor_dedup={"store": str(store)})
+            found.append(seen(once))
+            equal = [each.data_ptr() for each in shared.parameters(once).values()]
+            plain.let_go(once)
+            del once
+            assert (len({*equal}) < len(equal)) or step, "no tensors are equal"
+        assert found[0] != found[1]
+        llm = following_engine(store, 0)
+        where = [each.data_ptr() for each in shared.parameters(llm).values()]
+        assert len({*where}) == len(where)
+        for step in (1, 0, 1):
+            llm.update_weights({"step": step})
+            assert seen(llm) == found[step]
+        end(llm)
+        del llm
+
+
 def follow_with_graphs(arch: str, root: str) -> list[bool]:
     """Change to another step and back; are addresses as before, and the rest as in a fresh load?"""
     pair = checkpoints.make(arch, Path(root, "checkpoints"))
@@ -543,7 +586,7 @@ def follow_with_graphs(arch: str, root: str) -> list[bool]:
         for number, path in enumerate((pair.base, pair.fine_tune)):
             run.save(checkpoints.tensors(path), number)
     store, found, equal = Path(root, "store"), [], []
-    with on(gpus.Full()), mock.patch.object(StepTransferEngine, "_is_eager", return_value=False):
+    with on(gpus.Full()), with_graphs():
         for step in range(2):
             once = plain.engine(f"store://{_RUN}@{step}", tensor_dedup={"store": str(store)})
             found.append(seen(once))
