@@ -546,11 +546,9 @@ def test_an_engine_that_keeps_addresses_sleeps_and_wakes(
     del llm
 
 
-@pytest.mark.usefixtures("graphs")
-def test_where_addresses_stay_equal_tensors_may_become_unequal(
-    tmp_path: Path, driver: gpus.Full
-) -> None:
-    """As the norms and biases of a model that is trained from scratch."""
+@pytest.fixture
+def from_equal(tmp_path: Path) -> Path:
+    """The first step has two equal layers, as norms and biases are when a training begins."""
     pair = checkpoints.make("llama", tmp_path / "checkpoint")
     first = checkpoints.tensors(pair.base)
     for name in [name for name in first if "layers.1." in name]:
@@ -559,17 +557,24 @@ def test_where_addresses_stay_equal_tensors_may_become_unequal(
     with CheckpointStore(tmp_path / "store", _RUN, config=pair.base) as run:
         for number, tensors in enumerate((first, second)):
             run.save(tensors, number)
-    store, found = tmp_path / "store", []
+    return tmp_path / "store"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_where_addresses_stay_equal_tensors_may_become_unequal(
+    from_equal: Path, driver: gpus.Full
+) -> None:
+    found = []
     with on(driver):
         for step in range(2):
-            once = plain.engine(f"store://{_RUN}@{step}", tensor_dedup={"store": str(store)})
+            once = plain.engine(f"store://{_RUN}@{step}", tensor_dedup={"store": str(from_equal)})
             found.append(seen(once))
             equal = [each.data_ptr() for each in shared.parameters(once).values()]
             plain.let_go(once)
             del once
             assert (len({*equal}) < len(equal)) or step, "no tensors are equal"
         assert found[0] != found[1]
-        llm = following_engine(store, 0)
+        llm = following_engine(from_equal, 0)
         where = [each.data_ptr() for each in shared.parameters(llm).values()]
         assert len({*where}) == len(where)
         for step in (1, 0, 1):
@@ -577,6 +582,32 @@ def test_where_addresses_stay_equal_tensors_may_become_unequal(
             assert seen(llm) == found[step]
         end(llm)
         del llm
+
+
+@pytest.mark.usefixtures("graphs")
+def test_equal_tensors_at_addresses_of_their_own_sleep_and_wake(
+    from_equal: Path, driver: gpus.Full, sleepers: Sleepers
+) -> None:
+    llm = sleepers.engine(
+        f"store://{_RUN}@0", {"store": str(from_equal)}, weight_transfer_config=following.BACKEND
+    )
+    before, first = places(llm), seen(llm)
+    for _ in range(2):
+        llm.sleep(level=1)
+        assert set(accesses(llm, driver).values()) == {Access.NONE}
+        managers.until(lambda: sleepers.on_gpu() == 0)
+        assert llm.wake_up()
+        assert seen(llm) == first
+        assert places(llm) == before
+    llm.update_weights({"step": 1})
+    second = seen(llm)
+    assert second != first
+    llm.sleep(level=1)
+    assert llm.wake_up()
+    assert seen(llm) == second
+    assert verify().ok
+    end(llm)
+    del llm
 
 
 def follow_with_graphs(arch: str, root: str) -> list[bool]:
