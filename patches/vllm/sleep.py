@@ -26,17 +26,20 @@ from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import usable
-from tensor_dedup.patches.vllm.writers import models_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
+
+    from torch import nn
 
     from tensor_dedup.loader.cuda.shared import SharedGpu
 
 _log = logging.getLogger(__name__)
 _WORKER: Final = "vllm.v1.worker.gpu_worker"
 _asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyDictionary()
+# Also those without shared weights: what torch has allocated, vLLM's allocator unmaps.
+_sleeping: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
 
 @functools.cache
@@ -50,6 +53,21 @@ def install() -> None:
         wrapt.when_imported(_WORKER)(_patch)
 
 
+def models_of(worker: Any) -> list[nn.Module]:
+    """Return the models of a worker: its own and, if there is one, the speculative draft."""
+    draft = getattr(worker, "get_draft_model", None)
+    found = (worker.get_model(), draft() if draft is not None else None)
+    return [model for model in found if model is not None]
+
+
+def is_asleep(model: nn.Module) -> bool:
+    """Return whether the weights of a worker's model may be unmapped, shared or not.
+
+    They are from the beginning of the worker's `sleep` to the end of its `wake_up` of weights.
+    """
+    return model in _sleeping
+
+
 def _patch(module: ModuleType) -> None:
     worker: Any = module.Worker
     worker.sleep = _sleep(worker.sleep)
@@ -60,22 +78,24 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def sleep(self: Any, level: int = 1, *args: Any, **options: Any) -> Any:
         gpu = _gpu_of(self)
-        if gpu is None:
-            return original(self, level, *args, **options)
-        if level > 1:
+        if level > 1 and gpu is not None:
             raise UnsupportedError(
                 f"sleep level {level} discards weights, and tensor_dedup shares them; use level 1, "
                 "which copies nothing that another engine has, and call wake_up() first: vLLM has "
                 "paused this engine already",
                 level=level,
             )
+        awake = [model for model in models_of(self) if model not in _sleeping]
+        _sleeping.update(awake)
         try:
-            _fall_asleep(self, gpu)
+            if gpu is not None:
+                _fall_asleep(self, gpu)
             return original(self, level, *args, **options)
         except BaseException:
             # vLLM takes this engine for awake, so it must be, whatever has been unmapped by now.
-            if (model := _asleep.get(self)) is not None:
-                model.wake()
+            if (shared := _asleep.get(self)) is not None:
+                shared.wake()
+            _sleeping.difference_update(awake)
             raise
 
     return sleep
@@ -84,11 +104,14 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wake_up(self: Any, tags: list[str] | None = None, *args: Any, **options: Any) -> Any:
-        model = _asleep.get(self)
-        if model is not None and (tags is None or "weights" in tags):
-            model.wake()  # first, so that one for which there is no room can be tried again
+        if tags is not None and "weights" not in tags:
+            return original(self, tags, *args, **options)
+        if (shared := _asleep.get(self)) is not None:
+            shared.wake()  # first, so that one for which there is no room can be tried again
             del _asleep[self]
-        return original(self, tags, *args, **options)
+        woken = original(self, tags, *args, **options)
+        _sleeping.difference_update(models_of(self))
+        return woken
 
     return wake_up
 

@@ -27,7 +27,7 @@ import queue
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -57,6 +57,7 @@ from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_path
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
 from tensor_dedup.patches.vllm.seams import why_not
+from tensor_dedup.patches.vllm.sleep import is_asleep
 from tensor_dedup.store.format.names import run_of_latest
 from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.types import STORE_SCHEME
@@ -64,6 +65,7 @@ from tensor_dedup.types import STORE_SCHEME
 if TYPE_CHECKING:
     from vllm.config import VllmConfig, WeightTransferConfig
 
+    from tensor_dedup.loader.cuda.gpu import DeviceMapping
     from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.patches.vllm.run import BuildElsewhere
 
@@ -162,11 +164,18 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
                 "enforce_eager=True",
                 setting="enforce_eager",
             )
+        if not self._is_eager() and any(each.opener.whole_only for each in self._mappings()):
+            raise UnsupportedError(
+                "an engine that follows steps keeps the addresses that captured graphs know, which "
+                "memory of the backend `ipc` cannot; use the backend `vmm`, or start the engine "
+                "with enforce_eager=True",
+                setting="enforce_eager",
+            )
         self._preparation: Preparation | None = None
         self._takeover: Takeover | None = None
         self._checkout: Checkout | None = None
-        # The URLs of earlier steps of which a memory manager may have tensors.
-        self._formers: set[str] = set()
+        # Of memory managers, by their sockets: the URLs of earlier steps that they may have.
+        self._formers: defaultdict[Path, set[str]] = defaultdict(set)
         if multiprocessing.parent_process() is not None:
             # Each update makes many objects, so some of them lead to a collection of the oldest
             # generation, for which answers would wait (0.5 s with 0.8 million objects). vLLM
@@ -275,15 +284,33 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
             load_config.model_loader_extra_config = extra
             self.vllm_config.model_config.model = checkout.folder
 
-        takeover.apply(note)
-        if manager and held is not None:
-            self._formers.add(held.url)
-        # Beside the model, which goes on; without a thread, memory is freed later.
-        name = "tensor-dedup-former-step"
-        where = os.fspath(manager) if manager else None
+        sockets = _sockets(os.fspath(manager) if manager else None, self._gpu)
+        # Before, for what arrives during the change is raised after it.
+        if held is not None:
+            for socket in sockets:
+                self._formers[socket].add(held.url)
+        try:
+            takeover.apply(note)
+        finally:
+            takeover = None  # or what it refers to would stay mapped
+            if load_config.model_loader_extra_config is extra:
+                self._free_former(sockets)
+
+    def _free_former(self, sockets: list[Path]) -> None:
+        """Free the former step beside the model, which goes on.
+
+        Without a thread, as where a limit is reached, memory is freed later.
+        """
+        name, load_config = "tensor-dedup-former-step", self.vllm_config.load_config
+        copied = self._keep_addresses() is not None
         with suppress(RuntimeError):
-            what = where, self._formers, load_config, self._gpu, not self._is_eager()
-            threading.Thread(target=_let_go, args=what, name=name, daemon=True).start()
+            threading.Thread(
+                target=_return_memory, args=[self._gpu], name=name, daemon=True
+            ).start()
+            for number, socket in enumerate(sockets):  # the second is the GPU's
+                gpu = self._gpu if number else None
+                what = socket, self._formers[socket], load_config, gpu, copied and bool(number)
+                threading.Thread(target=_evict_formers, args=what, name=name, daemon=True).start()
 
     def _is_eager(self) -> bool:
         """Return whether no graphs are captured, which would know the addresses of weights."""
@@ -294,12 +321,16 @@ class StepTransferEngine(WeightTransferEngine[Any, Any]):
         return None if self._is_eager() else self._gpu
 
     def _require_awake(self) -> None:
-        """Check that no weights of the model are unmapped: a wake-up maps the former step's."""
-        if self._gpu is None:
-            return
-        places = [param_data(each).data_ptr() for each in self.model.parameters()]
-        if any(each is not None and each.asleep for each in self._gpu.gpu.mappings_at(places)):
+        """Check that no weights of the model are unmapped: a wake-up restores the former step's."""
+        if is_asleep(self.model) or any(each.asleep for each in self._mappings()):
             raise UnsupportedError("the engine sleeps; call wake_up before update_weights")
+
+    def _mappings(self) -> list[DeviceMapping]:
+        """Return what is mapped behind the parameters, if the GPU's memory can be shared."""
+        if self._gpu is None:
+            return []
+        places = [param_data(each).data_ptr() for each in self.model.parameters()]
+        return [each for each in self._gpu.gpu.mappings_at(places) if each is not None]
 
     def shutdown(self) -> None:
         """Drop what was loaded and not changed to."""
@@ -315,49 +346,72 @@ def _refused(name: str, reason: str) -> UnsupportedError:
     )
 
 
-def _let_go(
-    manager: str | None,
-    formers: set[str],
-    load_config: Any,
-    gpu: SharedGpu | None = None,
-    copied: bool = False,
-) -> None:
-    """Return the memory of a former step to the system, and let a memory manager free the step.
+def _sockets(manager: str | None, gpu: SharedGpu | None) -> list[Path]:
+    """Return the sockets of the managers that may have tensors of a step.
 
-    `manager` is its path or "auto". `formers` has the URLs of earlier steps. If another engine runs
-    one of them, the manager keeps it until that one changes, too, and lets go. What a step has in
-    common with later ones is kept until they change it. The URLs of steps of which nothing is left,
-    and that of the step in `load_config`, which runs, are removed. If tensors of this step were
-    `copied`, nobody may use what was loaded, and it is freed as well.
+    `manager` is its path or "auto". With a GPU, they are that of host memory, where sleep puts
+    copies, and that of the GPU.
     """
+    if manager is None:
+        return []
+    try:
+        socket = socket_path(None if manager == AUTO else manager)
+    except MemoryManagerError:
+        return []  # nor had the load a manager
+    return [socket] if gpu is None else [socket, device_socket(socket, gpu.gpu.device.uuid)]
+
+
+def _return_memory(gpu: SharedGpu | None) -> None:
+    """Return the memory of a former step to the system, and to the GPU."""
     release_memory()  # packed layers lay in the heap, which would stay as large as two steps
+    _reap(gpu)
+
+
+def _reap(gpu: SharedGpu | None) -> None:
     if gpu is not None:
         try:
             gpu.gpu.reap(wait=True)  # what is mapped is leased
         except MemoryManagerError as error:
             _log.debug("a former step stays mapped for now: %s", str(error))
 
+
+def _evict_formers(
+    socket: Path,
+    formers: set[str],
+    load_config: Any,
+    gpu: SharedGpu | None = None,
+    copied: bool = False,
+) -> None:
+    """Let the memory manager at `socket` free former steps.
+
+    `formers` has the URLs of earlier steps. If another engine runs one of them, the manager keeps
+    it until that one changes, too, and lets go. What a step has in common with later ones is kept
+    until they change it. The URLs of steps of which nothing is left, and that of the step in
+    `load_config`, which runs, are removed. If tensors of this step were `copied`, nobody may use
+    what was loaded, and it is freed as well. `gpu` is the one whose memory the manager lends.
+    """
+
     def running() -> str:
         now = stored_in(load_config.model_loader_extra_config[KEY])
         return "" if now is None else now.url
 
-    if manager is None:
-        return
-    wait, until = _FREED_AFTER_S, time.monotonic() + _FREED_WITHIN_S
-    socket = socket_path(None if manager == AUTO else manager)
-    device = "" if gpu is None else gpu.gpu.device.uuid
+    wait, until, step = _FREED_AFTER_S, time.monotonic() + _FREED_WITHIN_S, running()
     try:
-        with Admin(device_socket(socket, device)) as admin:
+        with Admin(socket) as admin:
             # Leases are given back one by one, and on a busy host it takes a while.
             while time.monotonic() < until:
                 formers.discard(now := running())  # to which the engine may have come back
-                if not formers:
+                # Which leases are still to come back is not known, so while anything is there.
+                also = {now} if copied and now == step else set[str]()
+                if not formers | also:
                     return
-                for url in [*formers, now] if copied else [*formers]:
+                _reap(gpu)  # again, for what died since
+                for url in formers | also:
                     admin.evict(checkpoint_name(url))
                 rows = admin.overview(residents=False).checkpoints
                 left = {row.name for row in rows if not row.pinned}
                 formers -= {url for url in list(formers) if checkpoint_name(url) not in left}
+                copied = copied and checkpoint_name(now) in left
                 time.sleep(wait)
                 wait = min(2 * wait, _FREED_EVERY_S)
     except MemoryManagerError as error:

@@ -20,6 +20,7 @@ from tensor_dedup.loader.unsharing.unshare import leave_gpus, let_go_of_written,
 from tensor_dedup.patches.vllm.kernels import packs_int8, scales_kept
 from tensor_dedup.patches.vllm.load_formats import follows_steps
 from tensor_dedup.patches.vllm.seams import usable
+from tensor_dedup.patches.vllm.sleep import models_of
 from tensor_dedup.patches.vllm.step_updates import patch_worker
 
 if TYPE_CHECKING:
@@ -104,13 +105,6 @@ def _keeping_scales(*models: nn.Module) -> Iterator[None]:
             yield
     else:
         yield
-
-
-def models_of(worker: Any) -> list[nn.Module]:
-    """Return the models of a worker: its own and, if there is one, the speculative draft."""
-    draft = getattr(worker, "get_draft_model", None)
-    found = (worker.get_model(), draft() if draft is not None else None)
-    return [model for model in found if model is not None]
 
 
 def _let_go(model: nn.Module) -> None:

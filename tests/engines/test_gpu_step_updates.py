@@ -19,7 +19,7 @@ import transformers as hf
 
 from gpu_runs import gpus
 from gpu_runs.fake_driver import GRANULARITY, RefusingDriver
-from gpu_runs.gpu_engines import Sleepers, accesses, on
+from gpu_runs.gpu_engines import PLACE, Sleepers, accesses, on
 from manager_runs import managers
 from models import tiny_checkpoints as checkpoints
 from processes import fresh
@@ -608,6 +608,117 @@ def test_equal_tensors_at_addresses_of_their_own_sleep_and_wake(
     assert verify().ok
     end(llm)
     del llm
+
+
+# An engine all of whose tensors are small, and become its own where addresses stay.
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a model without large tensors.
+
+    From the first, the second differs in some tensors of each slab, and the third in all.
+    """
+    root = tmp_path_factory.mktemp("small-steps")
+    pair = checkpoints.make("llama", root / "checkpoints")
+    first = checkpoints.tensors(pair.base)
+    with CheckpointStore(root / "store", _RUN, config=pair.base) as run:
+        run.save(first, 0)
+        run.save({n: t * (1.5 if "layers.1." in n else 1.0) for n, t in first.items()}, 1)
+        run.save({n: t * -1.25 for n, t in first.items()}, 2)
+    return root / "store"
+
+
+@pytest.mark.usefixtures("graphs")
+def test_an_engine_that_sleeps_with_memory_of_its_own_is_refused(
+    small: Path, driver: gpus.Full, sleepers: Sleepers
+) -> None:
+    llm = sleepers.engine(
+        f"store://{_RUN}@0", {"store": str(small)}, weight_transfer_config=following.BACKEND
+    )
+    assert unshare(llm) > 0
+    assert set(accesses(llm, driver).values()) == {Access.READ_WRITE}
+    before = held(llm)
+    llm.sleep(level=1)
+    for tags in (None, ["kv_cache"]):
+        if tags:
+            llm.wake_up(tags)
+        with pytest.raises(UnsupportedError, match="wake_up"):
+            llm.update_weights({"step": 1})
+        with pytest.raises(UnsupportedError, match="wake_up"):
+            llm.llm_engine.collective_rpc(
+                "tensor_dedup_prepare_update",
+                kwargs={"update_info": {"url": f"store://{_RUN}@1"}},
+            )
+    llm.wake_up(["weights"])
+    assert held(llm) == before
+    llm.update_weights({"step": 1})
+    assert held(llm) != before
+    end(llm)
+    del llm
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_after_an_interruption_the_former_step_is_freed_if_the_change_was_made(
+    small: Path, driver: gpus.Full, tmp_path: Path, *, changed: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    apply = Takeover.apply
+
+    def interrupted(self: Takeover, note: Callable[[], None] | None = None) -> None:
+        if changed:
+            apply(self, note)
+        raise KeyboardInterrupt
+
+    with gpus.running(tmp_path, "--budget", str(256 << 20)) as manager, on(driver):
+        llm = following_engine(small, 0, memory_manager=str(tmp_path / "m.sock"))
+        before, once = held(llm), manager.overview().totals.resident_bytes
+        with (
+            mock.patch.object(Takeover, "apply", interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            llm.update_weights({"step": 2})
+        gc.collect()
+        assert (held(llm) != before) is changed
+        if changed:
+            managers.until(lambda: manager.overview().totals.resident_bytes <= once, 20)
+        end(llm)
+        del llm
+
+
+def test_of_former_steps_no_copy_stays_in_host_memory(
+    small: Path, driver: gpus.Full, sleepers: Sleepers
+) -> None:
+    llm = sleepers.engine(
+        f"store://{_RUN}@0", {"store": str(small)}, weight_transfer_config=following.BACKEND
+    )
+    for step in (1, 2):
+        llm.sleep(level=1)
+        managers.until(lambda: sleepers.on_gpu() == 0)
+        assert sleepers.in_host_memory() > 0
+        llm.wake_up()
+        llm.update_weights({"step": step})
+        managers.until(lambda: not sleepers.in_host_memory(), 20)
+    end(llm)
+    del llm
+
+
+def test_memory_that_cannot_keep_addresses_is_refused_where_graphs_are_captured(
+    small: Path, driver: gpus.Full, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path, "--backend", "ipc"), on(driver):
+        llm = following_engine(small, 0, memory_manager=str(tmp_path / "m.sock"))
+        config, model = llm.llm_engine.vllm_config, plain.model(llm)
+        make = StepTransferEngine
+        make(config.weight_transfer_config, config, PLACE, model)
+        with (
+            mock.patch.object(StepTransferEngine, "_is_eager", return_value=False),
+            pytest.raises(UnsupportedError, match=r"backend `vmm`, or .* enforce_eager=True"),
+        ):
+            make(config.weight_transfer_config, config, PLACE, model)
+        end(llm)
+        del llm, model
 
 
 def follow_with_graphs(arch: str, root: str) -> list[bool]:

@@ -258,11 +258,11 @@ def test_a_manager_frees_a_former_step_whose_leases_come_back_one_by_one(
     former = f"store://{_RUN}@0"
     formers = {former}
     llm.update_weights({"step": 1})
-    weight_transfer._let_go("/somewhere", formers, config)
+    weight_transfer._evict_formers(Path("/somewhere"), formers, config)
     assert evicted == [name] * 3
     assert not formers
     llm.update_weights({"step": 0})
-    weight_transfer._let_go("/somewhere", {former}, config)
+    weight_transfer._evict_formers(Path("/somewhere"), {former}, config)
     assert evicted == [name] * 3, "it runs that step again"
 
 

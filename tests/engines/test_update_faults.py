@@ -33,7 +33,7 @@ _MODULES = (step_updates, weight_transfer, weight_versions, takeover, model_dige
 # What exchanges the weights, and takes note of it.
 _CHANGE = {"apply", "_rebind", "note", "take_over", "finish_weight_update", "refresh", "_refresh"}
 # What a thread does afterwards, to which no key can be pressed.
-_THREAD = {"_let_go", "is_former"}
+_THREAD = {"_let_go", "_return_memory", "_evict_formers", "is_former"}
 
 
 @pytest.fixture(scope="module")

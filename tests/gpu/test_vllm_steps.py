@@ -87,5 +87,5 @@ def test_an_engine_follows_and_answers_as_plain_ones(way: str, tmp_path: Path) -
     assert verify().ok
     if way != "eager":
         assert [each.data_ptr() for each in plain.model(llm).parameters()] == places
-    # Of former steps nothing stays: the model is tiny, so this is its size many times.
-    assert max(free[5:]) - min(free[5:]) < 64 << 20
+    # Of former steps nothing stays: 15 would take at least 2 MiB each, the least of a handle.
+    assert max(free[5:]) - min(free[5:]) < 8 << 20
