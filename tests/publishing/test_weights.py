@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from models import tiny_checkpoints as checkpoints
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.publishing.weights import checkpoint_weights, config_files
 
 
@@ -60,3 +61,13 @@ def test_views_and_empty_tensors_are_weights_of_their_own() -> None:
             self.other = torch.nn.Parameter(torch.empty(0))
 
     assert checkpoint_weights(Views()).keys() == {"whole", "first", "empty", "other"}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[], ["_orig_mod.w"], ["a.base_layer.weight"], ["base_model.model.q.lora_A.default.weight"]],
+)
+def test_a_mapping_that_is_no_checkpoint_is_refused(names: list[str]) -> None:
+    with pytest.raises(UnsupportedError, match="weights by their names"):
+        checkpoint_weights(dict.fromkeys(names, torch.zeros(2)))
+    assert checkpoint_weights({"lora_alpha": torch.zeros(2)}).keys() == {"lora_alpha"}

@@ -5,29 +5,34 @@ them. In a training they may have others: tied weights have several, and a wrapp
 module has names of its own.
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
 
+# A part of the name of a tensor, by which only a module in a wrapper or with an adapter has it.
+_OF_WRAPPERS: Final = re.compile(r"(^|\.)(_orig_mod|base_layer|lora_(A|B|embedding_[AB]))(\.|$)")
+
 
 def checkpoint_weights(model: Any) -> "dict[str, torch.Tensor]":
     """Return the weights of `model` by their names in a checkpoint. They share its memory.
 
-    `model` is a module or a mapping from names to tensors. The names of a mapping stay as they are.
+    `model` is a module or a mapping from names to tensors. The names of a mapping stay as they are;
+    those that wrappers and adapters give are refused.
     Wrappers of data parallelism and of `torch.compile` are looked through. A model of Transformers
     gets the names that its `save_pretrained` writes. Of tied weights, one name is returned.
 
     Raises:
-        UnsupportedError: The model has adapters beside its weights, or is neither a module nor a
-            mapping to tensors.
+        UnsupportedError: The model has adapters beside its weights, is empty, or is neither a
+            module nor a mapping to tensors.
     """
     import torch
 
@@ -36,7 +41,13 @@ def checkpoint_weights(model: Any) -> "dict[str, torch.Tensor]":
         if wrong:
             what = f"{wrong[0]!r} is no tensor"
             raise UnsupportedError(f"a model as a mapping: {what}; pass weights by their names")
-        return {str(name): tensor for name, tensor in model.items()}
+        weights = {str(name): tensor for name, tensor in model.items()}
+        if not weights:
+            raise UnsupportedError("a model as a mapping: it is empty; pass weights by their names")
+        if wrapped := [name for name in weights if _OF_WRAPPERS.search(name)]:
+            what = f"{min(wrapped)!r} is a name of a wrapper or adapter, which no checkpoint has"
+            raise UnsupportedError(f"{what}; pass the module, or weights by their names")
+        return weights
     module = unwrapped(model)
     if not isinstance(module, torch.nn.Module):
         what = f"a {type(model).__name__} has no weights to publish"

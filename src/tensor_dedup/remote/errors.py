@@ -63,7 +63,7 @@ class NotARemoteError(RemoteError):
     """There is no remote at this URL, because the place is empty or holds something else."""
 
     exit_status = NOBODY_THERE
-    advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
+    advice = "check the URL; `tensor-dedup push NAME URL`, or a Publisher, makes a remote where nothing is"
 
     @classmethod
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
@@ -72,7 +72,7 @@ class NotARemoteError(RemoteError):
             advice = "check the URL: it is that of the folder in which FORMAT and refs are"
         elif cls is NotARemoteError and str(path).startswith("file://"):
             advice = "check the URL, and that the disk is mounted; where nothing was ever pushed, "
-            advice += "`tensor-dedup push NAME URL` makes a remote"
+            advice += "`tensor-dedup push NAME URL`, or a Publisher, makes a remote"
         else:
             return super().at(path, what, **facts)
         return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
