@@ -63,7 +63,9 @@ class NotARemoteError(RemoteError):
     """There is no remote at this URL, because the place is empty or holds something else."""
 
     exit_status = NOBODY_THERE
-    advice = "check the URL; `tensor-dedup push NAME URL`, or a Publisher, makes a remote where nothing is"
+    advice = (
+        "check the URL; `tensor-dedup push NAME URL` or a Publisher makes a remote where none is"
+    )
 
     @classmethod
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
