@@ -72,10 +72,23 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start it, and wait until it answers.
+
+        A connection of another test may have one of its ports meanwhile; then it is tried again.
+        """
+        for _ in range(10):
+            if self._has_started():
+                return
+            assert b"address already in use" in self._log.read_bytes()[self._from :], self._tail()
+            time.sleep(1)
+        raise AssertionError(self._tail())
+
+    def _has_started(self) -> bool:
+        """Start it, and wait until it answers, or has ended."""
         # Keys of another server would be this one's, which then refuses who has none.
         own = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with self._log.open("ab") as log:
+            self._from = log.tell()
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=own)
         for _ in range(1200):
             with suppress(OSError, http.client.HTTPException):
@@ -84,10 +97,14 @@ class Server:
                 status = link.getresponse().status
                 link.close()
                 if status < 500:
-                    return
-            assert self._process.poll() is None, self._log.read_text(errors="replace")[-2000:]
+                    return True
+            if self._process.poll() is not None:
+                return False
             time.sleep(0.05)
-        raise AssertionError(self._log.read_text(errors="replace")[-2000:])
+        raise AssertionError(self._tail())
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-2000:]
 
     def kill(self) -> None:
         """End it as kill -9 does."""
