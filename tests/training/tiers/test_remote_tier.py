@@ -364,14 +364,20 @@ def test_a_remote_that_is_away_holds_up_nobody_until_the_bound(
     assert elsewhere(tmp_path, server).steps() == [0, 1, 2, 3, 4]
 
 
-def test_no_save_asks_a_slow_remote(tmp_path: Path, server: Server) -> None:
+def draining(tmp_path: Path, server: Server) -> CheckpointStore:
+    """A run with a step on the remote, and another that the remote does not take yet."""
     run = tiers(tmp_path, server)
     save(run, 0)
     run.drain()
     server.open_.clear()
     server.reached.clear()
     save(run, 1)
-    assert server.reached.wait(30)  # the drain waits for the server, and holds what it holds
+    assert server.reached.wait(30)
+    return run
+
+
+def test_no_save_asks_a_slow_remote(tmp_path: Path, server: Server) -> None:
+    run = draining(tmp_path, server)  # the drain waits for the server, and holds what it holds
     server.refuses = RemoteUnreachableError  # to whoever else asks
     save(run, 2, 3, 1)
     run.save_async(model_of(4), 4).wait()
@@ -387,13 +393,7 @@ def test_to_wait_for_a_step_that_is_being_drained_asks_nothing(
     tmp_path: Path, server: Server
 ) -> None:
     """All that a remote has of a long run is much; only the step itself counts."""
-    run = tiers(tmp_path, server)
-    save(run, 0)
-    run.drain()
-    server.open_.clear()
-    server.reached.clear()
-    save(run, 1)
-    assert server.reached.wait(30)
+    run = draining(tmp_path, server)
     before = server.traffic.counts()[1]
     run.drain(step=1, wait=False)
     assert server.traffic.counts()[1] == before
