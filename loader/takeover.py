@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.exchange import AddressExchange, require_own_places
+from tensor_dedup.loader.cuda.exchange import MOST_ARRIVE, AddressExchange, require_own_places
 from tensor_dedup.loader.residents.param_data import memory_state, param_data, set_param_data
 from tensor_dedup.loader.unsharing.model_digests import take_over as take_over_digests
 
@@ -62,8 +62,6 @@ _NOT_HELPERS: Final = (
 )
 # From a module to its quantisation method, to that one's kernels, and to what a kernel holds.
 _MOST_LEVELS: Final = 6
-# So many exceptions may arrive while weights are exchanged, which takes milliseconds.
-_MOST_ARRIVE: Final = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +308,7 @@ class Takeover:
             exchange = AddressExchange(self._keep_addresses, self._tensors)
             exchange.prepare()
         arrived: BaseException | None = None
-        for _ in range(_MOST_ARRIVE):
+        for _ in range(MOST_ARRIVE):
             try:
                 self._change(exchange)
                 if note is not None:

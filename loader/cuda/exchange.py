@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and another one of the same geometry whose contents it is to have."""
 # So many exceptions may arrive while weights are exchanged, which takes milliseconds.
-_MOST_ARRIVE: Final = 9
+MOST_ARRIVE: Final = 9
 
 
 class LostWeightsError(TensorDedupError):
@@ -112,17 +112,19 @@ class AddressExchange:
         self._gpu: Final = gpu.gpu
         self._swaps: list[_Swap] = []
         self._copies: list[Pair] = []
-        self._inside: dict[DeviceMapping, list[Pair]] = {}
+        # By the mapping of first tensors: the pairs, and where the first of the second ones lies.
+        self._inside: dict[DeviceMapping, tuple[list[Pair], DeviceMapping | None]] = {}
         self._swapped = False
         data = [(param_data(own), param_data(new)) for own, new in pairs]
         self._own: Final = [own.data_ptr() for own, _ in data]
         moved = [pair for pair in data if pair[0].data_ptr() != pair[1].data_ptr()]
         behind = self._gpu.mappings_at([own.data_ptr() for own, _ in moved])
-        for pair, mapping in zip(moved, behind, strict=True):
+        others = self._gpu.mappings_at([new.data_ptr() for _, new in moved])
+        for pair, mapping, other in zip(moved, behind, others, strict=True):
             if mapping is None or mapping.private:
                 self._copies.append(pair)
             else:
-                self._inside.setdefault(mapping, []).append(pair)
+                self._inside.setdefault(mapping, ([], other))[0].append(pair)
 
     def prepare(self) -> None:
         """Do all that may find no room. The contents stay as they are, also after an error.
@@ -131,30 +133,13 @@ class AddressExchange:
             BackendError: The GPU has no room, or its driver refuses.
             UnsupportedError: The backend cannot put other memory at an address.
         """
-        for mapping, pairs in self._inside.items():
-            other = self._like(mapping, pairs)
-            if other is None:
+        for mapping, (pairs, other) in self._inside.items():
+            if other is None or not _is_like(mapping, pairs, other):
                 mapping.make_private()
                 self._copies += pairs
             elif other.serials != mapping.serials:
                 self._swaps.append(_Swap(mapping, _Memory.of(mapping), _Memory.of(other)))
         self._inside = {}
-
-    def _like(self, mapping: DeviceMapping, pairs: Sequence[Pair]) -> DeviceMapping | None:
-        """Return the mapping that has all new contents where `mapping` has the old ones."""
-        other = self._gpu.mapping_at(pairs[0][1].data_ptr())
-        if other is None or other.private or other.asleep:
-            return None
-        # Of the sizes that `DeviceMapping.wake` takes.
-        if [each.nbytes for each in other.extents] != [each.nbytes for each in mapping.extents]:
-            return None
-        moved = other.address - mapping.address
-        if any(new.data_ptr() - own.data_ptr() != moved for own, new in pairs):
-            return None
-        # Nothing may lie there that no pair is about.
-        places = {own.data_ptr() - mapping.address for own, _ in pairs}
-        held = (each for each in mapping.owners() if isinstance(each, DeviceResident))
-        return other if all(not each.nbytes or each.offset in places for each in held) else None
 
     def change(self) -> None:
         """Change all contents. Waits for all work of the GPU. Call `prepare` before.
@@ -184,7 +169,7 @@ class AddressExchange:
             raise
 
     def _swap_back(self, error: TensorDedupError) -> None:
-        for _ in range(_MOST_ARRIVE):
+        for _ in range(MOST_ARRIVE):
             try:
                 for each in reversed(self._swaps):
                     _map(each.mapping, each.before)
@@ -214,7 +199,7 @@ class AddressExchange:
         self.ended = True
         for mapping in {*self._gpu.mappings_at(self._own)} - {None}:
             assert mapping is not None
-            for _ in range(_MOST_ARRIVE):
+            for _ in range(MOST_ARRIVE):
                 try:
                     mapping.clear()
                     break
@@ -226,6 +211,22 @@ class AddressExchange:
         raise LostWeightsError(
             f"the weights of this engine are lost, and it must be started anew: {error}"
         ) from error
+
+
+def _is_like(mapping: DeviceMapping, pairs: Sequence[Pair], other: DeviceMapping) -> bool:
+    """Return whether `other` has all new contents where `mapping` has the old ones."""
+    if other.private or other.asleep:
+        return False
+    # Of the sizes that `DeviceMapping.wake` takes.
+    if [each.nbytes for each in other.extents] != [each.nbytes for each in mapping.extents]:
+        return False
+    moved = other.address - mapping.address
+    if any(new.data_ptr() - own.data_ptr() != moved for own, new in pairs):
+        return False
+    # Nothing may lie there that no pair is about.
+    places = {own.data_ptr() - mapping.address for own, _ in pairs}
+    held = (each for each in mapping.owners() if isinstance(each, DeviceResident))
+    return all(not each.nbytes or each.offset in places for each in held)
 
 
 def _map(mapping: DeviceMapping, memory: _Memory) -> None:

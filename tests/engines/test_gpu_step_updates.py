@@ -8,7 +8,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -121,14 +121,22 @@ def end(*llms: Any) -> None:
     gc.collect()
 
 
+@contextmanager
+def lender(folder: Path, managed: bool) -> Iterator[tuple[gpus.GpuManager | None, dict[str, str]]]:
+    """A memory manager of the GPU, if there is to be one, and the configuration that names it."""
+    if not managed:
+        yield None, {}
+        return
+    folder.chmod(0o700)
+    with gpus.running(folder, "--budget", str(1 << 30)) as manager:
+        yield manager, {"memory_manager": str(folder / "m.sock")}
+
+
 @pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
 def test_after_each_update_an_engine_equals_a_fresh_load_and_has_the_memory_of_one(
     store: Path, expected: list[Seen], driver: gpus.Full, tmp_path: Path, managed: bool
 ) -> None:
-    tmp_path.chmod(0o700)
-    lender = gpus.running(tmp_path, "--budget", str(1 << 30)) if managed else nullcontext()
-    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
-    with lender as manager, on(driver):
+    with lender(tmp_path, managed) as (manager, config), on(driver):
 
         def in_use() -> int:
             return manager.overview().totals.resident_bytes if manager else gpus.in_use()
@@ -372,10 +380,7 @@ def places(llm: Any) -> dict[str, int]:
 def test_where_graphs_are_captured_all_addresses_stay(
     store: Path, expected: list[Seen], driver: gpus.Full, tmp_path: Path, managed: bool
 ) -> None:
-    tmp_path.chmod(0o700)
-    lender = gpus.running(tmp_path, "--budget", str(1 << 30)) if managed else nullcontext()
-    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
-    with lender as manager, on(driver):
+    with lender(tmp_path, managed) as (manager, config), on(driver):
 
         def in_use() -> int:
             return gpus.in_use() + (manager.overview().totals.resident_bytes if manager else 0)
